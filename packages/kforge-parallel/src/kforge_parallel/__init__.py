@@ -1,0 +1,30 @@
+"""kforge-parallel."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kforge_parallel._version import __version__
+
+if TYPE_CHECKING:
+    from kforge_parallel.config import ParallelConfig as ParallelConfig
+
+# Public name -> the module it lives in. Nothing is imported until it is asked for.
+_HOME = {
+    "ParallelConfig": "config",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

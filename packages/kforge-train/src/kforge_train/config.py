@@ -1,0 +1,76 @@
+"""The whole job as one typed value: each package's own config, side by side. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kforge_ckpt.config import CkptConfig
+from kforge_data.config import DataConfig
+from kforge_metrics.config import MetricsConfig
+from kforge_model.config import ModelConfig
+from kforge_optim.config import OptimConfig
+from kforge_parallel.config import ParallelConfig
+from kforge_resilience.config import ResilienceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run itself."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    run_dir: str = "runs/default"
+    """Folder of the run: its config, events, checkpoints and report."""
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    max_minutes: float = 0.0
+    """Stop after so many minutes of this process, with a checkpoint; the schedule still spans `steps`. 0: no limit."""
+    seed: int = 1
+    """Chooses the initial weights. The order of data has its own seed."""
+    eval_every_steps: int = 0
+    """Evaluate on the held-out text after each so many steps. 0: only at the end."""
+    eval_rows: int = 256
+    """Held-out rows of one evaluation, over all processes. 0: all of them."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels. CPU runs are bit-exact without it."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"train.steps = {self.steps} must be at least 1")
+        if not self.run_dir:
+            raise ValueError("train.run_dir is empty; name the folder that the run may write to")
+        for name in ("eval_every_steps", "eval_rows", "max_minutes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} = {getattr(self, name)} must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """One training job. Each section belongs to the package of its name."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained (kforge-model)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How it is spread (kforge-parallel)."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What it reads (kforge-data)."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """How it learns (kforge-optim)."""
+    ckpt: CkptConfig = field(default_factory=CkptConfig)
+    """What survives (kforge-ckpt)."""
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    """What keeps it alive (kforge-resilience)."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """What is seen (kforge-metrics)."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """The run itself (kforge-train)."""
+
+    def __post_init__(self) -> None:
+        if self.data.row_tokens > self.model.max_seq_len:
+            raise ValueError(
+                f"data.row_tokens = {self.data.row_tokens} is longer than model.max_seq_len = "
+                f"{self.model.max_seq_len}; raise --model.max_seq_len or shorten the rows"
+            )

@@ -1,0 +1,174 @@
+"""`run_ranks`: one function, several fresh processes, their results in order of rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing as mp
+import os
+import pickle
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",  # the first DTensor operation imports it: a second for each worker otherwise
+]
+# What the ranks that did not fail say when a peer is gone.
+PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or ran out of time; the message carries the traceback of the first one that did."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    init: bool = True,
+    threads: int = 1,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call ``fn(rank, world, *args)`` in ``world`` fresh processes and return the results in order of rank.
+
+    ``fn`` is a module-level function; its file is loaded anew in each worker, so a test module need not be
+    importable by name. Arguments and results travel by pickle. With ``init`` the workers share a gloo process
+    group; without it RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT are set as torchrun would,
+    for code that makes its own group. ``threads`` is torch's intra-op thread count in each worker.
+
+    Raises RankFailure when a rank raises, dies or outlives ``timeout_s`` seconds.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    folder = tempfile.mkdtemp(prefix="kforge-ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    workers: list[Any] = []
+    pipes: list[Connection] = []
+    try:
+        payload = pickle.dumps((args, list(sys.path), {"MASTER_PORT": str(_free_port()), **(env or {})}))
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            worker = context.Process(
+                target=_work,
+                args=(
+                    theirs,
+                    fn.__code__.co_filename,
+                    fn.__qualname__,
+                    rank,
+                    world,
+                    payload,
+                    folder,
+                    init,
+                    threads,
+                ),
+                daemon=True,
+            )
+            worker.start()
+            theirs.close()
+            workers.append(worker)
+            pipes.append(ours)
+        return _collect(pipes, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+        for pipe in pipes:
+            pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes:
+        # After a first error the others get a moment to say theirs: the cause may come second.
+        limit = min(deadline, time.monotonic() + 5.0) if errors else deadline
+        ready = wait(list(open_pipes), timeout=max(0.0, limit - time.monotonic()))
+        if not ready:
+            if not errors:
+                late = sorted(open_pipes.values())
+                raise RankFailure(f"ranks {late} of {len(pipes)} had not returned after {timeout_s:g} s")
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                ok, value = False, "the process died without a word (killed, or os._exit)"
+            (results if ok else errors)[rank] = value
+    if errors:
+        cause = [r for r in sorted(errors) if not any(text in errors[r] for text in PEER_GONE)] or sorted(errors)
+        raise RankFailure(f"rank {cause[0]} of {len(pipes)} failed:\n{errors[cause[0]]}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _work(
+    pipe: Connection,
+    filename: str,
+    qualname: str,
+    rank: int,
+    world: int,
+    payload: bytes,
+    folder: str,
+    init: bool,
+    threads: int,
+) -> None:
+    try:
+        args, path, env = pickle.loads(payload)
+        sys.path[:] = path
+        os.environ.update(env)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(threads)
+        if init:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        fn = _load(filename, qualname)
+        answer = (True, fn(rank, world, *args))
+        if init and dist.is_initialized():
+            dist.barrier()
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    try:
+        pipe.send_bytes(pickle.dumps(answer))
+    except Exception:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads abort now and then at a normal exit
+
+
+def _load(filename: str, qualname: str) -> Callable[..., Any]:
+    name = "kforge_ranks_" + Path(filename).stem
+    spec = importlib.util.spec_from_file_location(name, filename)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(Path(filename).parent))  # helpers beside a test file
+    spec.loader.exec_module(module)
+    value: Any = module
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value
