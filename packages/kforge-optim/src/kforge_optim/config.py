@@ -13,7 +13,7 @@ class OptimConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     name: str = "adamw"
-    """Which optimizer: adamw or muon. Muon takes the hidden matrices; embeddings, head, norms and biases go to AdamW."""
+    """Which optimizer: adamw or muon. Muon takes the hidden matrices; AdamW the embeddings, head, norms and biases."""
     lr: float = 3e-4
     """Peak learning rate."""
     adamw_lr: float | None = None
