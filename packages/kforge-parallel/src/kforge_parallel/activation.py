@@ -1,0 +1,28 @@
+"""Activation recomputation: keep a block's input, run the block again in backward.
+
+The module is not replaced: its ``forward`` is, so that no parameter changes its name and FSDP2's hooks stay outside
+of what is run again.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+MODES = ("none", "full")
+
+
+def recompute_blocks(blocks: list[nn.Module], mode: str) -> None:
+    """Make every block keep what ``mode`` says: all (none), or only its input (full). Changes them in place."""
+    if mode not in MODES:
+        raise ValueError(f"parallel.recompute = {mode!r} is unknown; use one of {', '.join(MODES)}")
+    if mode == "full":
+        for block in blocks:
+            block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward):  # type: ignore[no-untyped-def]
+    def recomputed(*args, **kwargs):  # type: ignore[no-untyped-def]
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed

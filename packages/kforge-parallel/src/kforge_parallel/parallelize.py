@@ -1,0 +1,140 @@
+"""`parallelize`: from a function that builds a model to that model, spread over the mesh and filled.
+
+The order is fixed, as each step needs what the one before left: build on meta, recompute, compile, shard, allocate,
+fill. A model that can say how each of its values starts (``init_weights``, or the ``init`` argument) is never whole
+on one device. Any other is built on the CPU, and rank 0's values are given to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from kforge_parallel.activation import recompute_blocks
+from kforge_parallel.compile import compile_blocks
+from kforge_parallel.config import ParallelConfig
+from kforge_parallel.fsdp import find_blocks, shard
+from kforge_parallel.mesh import Mesh
+from kforge_parallel.precision import precision_of
+
+
+def parallelize(
+    build: Callable[[], nn.Module],
+    mesh: Mesh,
+    config: ParallelConfig | None = None,
+    *,
+    init: Callable[[nn.Module], None] | None = None,
+    gradients: str = "mean",
+    blocks: str | None = None,
+    cast_inputs: bool = True,
+    **options: object,
+) -> nn.Module:
+    """Build a model and spread it over the mesh.
+
+    build: returns the model. Called under the meta device when ``init`` is given, else on the CPU.
+    config: precision, recompute, compile, reshard_after_forward; ``options`` change single fields of it.
+    init: fills every parameter and buffer of the sharded model in place, each rank its own part. None: the model
+        is built with values on every rank and rank 0's are taken.
+    gradients: "mean" over ranks, or "sum" where the loss is already divided by the global token count.
+    blocks: name of the list of blocks; None: the model's ``block_list``, or its longest module list.
+    cast_inputs: cast floating-point inputs of every unit to the compute dtype. A model that takes care of its own
+        dtypes (rotary angles in fp32, say) wants False.
+
+    Returns the model, with DTensor parameters in the storage dtype and the names it was built with.
+    Raises ValueError when ``init`` leaves a value unset, naming it.
+    """
+    from dataclasses import replace
+
+    config = replace(config or ParallelConfig(), **options)  # type: ignore[arg-type]
+    precision = precision_of(config.precision)
+    with torch.device("meta" if init is not None else "cpu"):
+        model = build()
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tied = _tied(model)
+    block_list = find_blocks(model, blocks)
+
+    model.to(dtype=precision.storage)
+    _tie(model, tied)
+    if init is None:
+        _share_values(model, mesh)
+        model.to(device=mesh.device)
+        _tie(model, tied)
+    recompute_blocks(block_list, config.recompute)
+    if config.compile:
+        compile_blocks(block_list)
+    shard(
+        model,
+        mesh,
+        precision=precision,
+        blocks=block_list,
+        gradients=gradients,
+        reshard_after_forward=config.reshard_after_forward,
+        cast_inputs=cast_inputs,
+    )
+    if init is not None:
+        _allocate(model, mesh.device)
+        init(model)
+        _check_filled(model)
+    if [name for name, _ in model.named_parameters(remove_duplicate=False)] != names or _tied(model) != tied:
+        raise RuntimeError("parallelize changed the names or the ties of the parameters; this is a fault of kforge")
+    return model
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names that belong to one parameter, for every parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, tied: list[list[str]]) -> None:
+    """Make the names of each group one parameter again: a conversion may have made copies."""
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, parameter)
+
+
+def _share_values(model: nn.Module, mesh: Mesh) -> None:
+    """Give rank 0's values to all ranks, tensor by tensor, on the CPU."""
+    if mesh.size > 1:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, src=0)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give every meta tensor storage, filled with NaN so that a value that nobody sets is found.
+
+    Parameters keep their identity (swapped, not replaced): ties and FSDP2's own references stay true.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                _local(tensor).fill_(torch.nan)
+
+
+def _check_filled(model: nn.Module) -> None:
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    unset = [n for n, t in tensors.items() if t.is_floating_point() and bool(_local(t).isnan().any())]
+    if unset:
+        raise ValueError(
+            f"init did not set {', '.join(unset[:8])}{' …' if len(unset) > 8 else ''}; a model built on the meta "
+            "device has no values until init gives it some, to buffers and 1-D parameters too"
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
