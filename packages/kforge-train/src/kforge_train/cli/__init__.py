@@ -1,0 +1,147 @@
+"""The `kforge` command. What it runs is imported when it runs: help and `config` answer without torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kforge_train._version import __version__
+from kforge_train.errors import ConfigError
+
+CONFIG_EXIT = 2
+
+_OVERRIDES = """\
+Any field of the job can be set as --section.key VALUE or --section.key=VALUE: text as it is, a list as 0.9,0.95,
+`none` for no value; a field of true/false may stand alone. Defaults < preset or file < command line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command of `argv` (default: of the process) and return its exit code.
+
+    0: done. 2: the command line or the config cannot be used, told in one text. Others: those of `kforge_resilience`.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(argv)
+    except ConfigError as error:
+        # Every process of a job finds the same fault; each host tells it once.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            text = str(error).replace("\n", "\n  ")
+            print(f"kforge: error:{chr(10) + '  ' if chr(10) in text else ' '}{text}", file=sys.stderr)
+        return CONFIG_EXIT
+    except BrokenPipeError:  # `kforge config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    overrides: list[tuple[str, str]] = []
+    if argv and argv[0] in ("train", "config"):
+        from kforge_train.cli.overrides import split_overrides
+
+        overrides, argv = split_overrides(argv, ("--help", "--json"))
+    args = _parser(argv).parse_args(argv)
+    code: int = args.command(args, overrides)
+    return code
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kforge", description="Trains language models on one machine or many.")
+    parser.add_argument("--version", action="version", version=f"kforge-train {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Any, list[tuple[str, str]]], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.set_defaults(command=run)
+        return sub
+
+    train = command("train", _train, "Train a model, or go on with a run that was stopped.")
+    config = command("config", _config, "Print the resolved job, with where each value came from; starts nothing.")
+    for sub in (train, config):
+        sub.add_argument("source", nargs="?", metavar="PRESET_OR_FILE", help="a preset's name or a TOML file")
+        sub.usage = f"{sub.prog} [PRESET_OR_FILE] [--section.key VALUE ...]"
+        sub.epilog = _OVERRIDES
+    config.add_argument("--json", action="store_true", help="as JSON")
+    if argv[:1] == ["train"] and {"-h", "--help"} & set(argv):
+        from kforge_train.describe import describe_config
+        from kforge_train.resolve import preset_names
+
+        train.epilog = f"Presets: {', '.join(preset_names())}.\n\n{_OVERRIDES}\n\n{describe_config()}"
+
+    evaluate = command("eval", _eval, "Loss of a run's checkpoint on held-out text.")
+    generate = command("generate", _generate, "Text from a run's checkpoint.")
+    for sub in (evaluate, generate):
+        sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, as train.run_dir named it")
+        sub.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    evaluate.add_argument("--data", type=Path, metavar="FOLDER", help="token shards (default: data.heldout of the run)")
+    generate.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    generate.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (default: 0.8)")
+    generate.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens (default: all)")
+    generate.add_argument("--top-p", type=float, metavar="P", help="only the likeliest that make up P (default: all)")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+
+    quick = command("quickstart", _quickstart, "From text to a trained model and a report, on this machine.")
+    quick.add_argument("--dir", type=Path, default=Path("runs/quickstart"), help="default: %(default)s")
+    quick.add_argument("--minutes", type=float, metavar="M", help="time to train; 30 takes a larger model")
+    return parser
+
+
+def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from kforge_train.resolve import resolve_config
+
+    config = resolve_config(args.source, overrides).config  # before torch: a typing error costs no waiting
+    from kforge_train import trainer
+
+    return trainer.run(config)
+
+
+def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from kforge_train.cli import show
+    from kforge_train.resolve import resolve_config
+
+    resolved = resolve_config(args.source, overrides)
+    sys.stdout.write(show.as_json(resolved) + "\n" if args.json else show.as_text(resolved))
+    sys.stdout.flush()
+    return 0
+
+
+def _eval(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from kforge_train import evaluate
+
+    return evaluate.main(_run_dir(args.run_dir), args.step, args.data)
+
+
+def _generate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    run_dir = _run_dir(args.run_dir)
+    from kforge_train import generate
+
+    return generate.main(
+        run_dir,
+        prompt=args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        step=args.step,
+    )
+
+
+def _quickstart(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from kforge_train import quickstart
+
+    return quickstart.main(args.dir, args.minutes)
+
+
+def _run_dir(text: str) -> Path:
+    path = Path(text)
+    if not (path / "config.toml").is_file():
+        raise ConfigError(f"{path} is no run: it has no config.toml; name the folder that `kforge train` wrote to")
+    return path

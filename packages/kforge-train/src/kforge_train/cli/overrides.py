@@ -1,0 +1,40 @@
+"""`--section.key value` out of a command line, and what is left for argparse."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kforge_train.config import JobConfig
+from kforge_train.errors import ConfigError
+from kforge_train.schema import leaves
+
+
+def split_overrides(
+    argv: Sequence[str], options: Collection[str] = ("--help",)
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """`(overrides, rest)`: path and text of every `--path value` or `--path=value`, in order.
+
+    `options` stay in the rest. A flag of true/false may stand alone, which means true; any other without a value is a
+    ConfigError. Whether a path exists is not asked here: that error is told with all the others.
+    """
+    flags = {leaf.path for leaf in leaves(JobConfig) if leaf.kind is bool}
+    overrides: list[tuple[str, str]] = []
+    rest: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if not token.startswith("--") or token in options:
+            rest.append(token)
+            continue
+        path, equals, value = token[2:].partition("=")
+        path = path.replace("-", "_")
+        if equals:
+            overrides.append((path, value))
+        elif path in flags:
+            takes = bool(tokens) and tokens[0].lower() in ("true", "false")
+            overrides.append((path, tokens.pop(0) if takes else "true"))
+        elif tokens and not tokens[0].startswith("--"):
+            overrides.append((path, tokens.pop(0)))
+        else:
+            raise ConfigError(f"--{path} needs a value, as --{path} VALUE")
+    return overrides, rest

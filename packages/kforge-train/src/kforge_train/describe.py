@@ -1,0 +1,63 @@
+"""What each config field is, from the docstring that follows it in the source. Neither torch nor an import of it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+import sys
+import textwrap
+import typing
+from functools import lru_cache
+from typing import Any
+
+from kforge_train.config import JobConfig
+from kforge_train.schema import NONE_WORD, field_kinds, leaves, type_name
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the string literal below it in the class body, as one line of text.
+
+    Fields without one are absent. ``cls`` must come from a module whose source can be read.
+    """
+    return dict(_module_docs(cls.__module__).get(cls.__name__, {}))
+
+
+@lru_cache
+def _module_docs(module: str) -> dict[str, dict[str, str]]:
+    docs: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        fields = docs.setdefault(node.name, {})
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                fields[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def describe_config() -> str:
+    """Every field of `JobConfig` by section: its flag, type, default and docstring."""
+    width = min(110, shutil.get_terminal_size((100, 24)).columns)
+    sections = field_docs(JobConfig)
+    blocks = []
+    for name, cls in field_kinds(JobConfig).items():
+        docs = field_docs(typing.cast(type, cls))
+        lines = [f"{name}: {sections[name]}"]
+        for leaf in leaves(typing.cast(type, cls)):
+            lines.append(f"  --{name}.{leaf.path} {type_name(leaf.kind)}  (default: {_text(leaf.default)})")
+            lines += textwrap.wrap(docs[leaf.path], width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return NONE_WORD
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return ",".join(_text(item) for item in value)
+    return str(value) if value != "" else '""'

@@ -1,0 +1,192 @@
+"""The `kforge` command: what it answers without torch, what it hands on, how it fails."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kforge_train import JobConfig
+from kforge_train.cli import main
+from kforge_train.cli.overrides import split_overrides
+from kforge_train.errors import ConfigError
+from kforge_train.resolve import load_config, resolve_config
+
+WITHOUT_TORCH = """
+import sys
+from kforge_train.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+loaded = {"torch", "numpy"} & set(sys.modules)
+sys.exit(f"imported {loaded}" if loaded else code)
+"""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the command line handed to the modules that do the work."""
+    seen: list[Any] = []
+
+    def stand_in(name: str, function: str) -> None:
+        module = types.ModuleType(f"kforge_train.{name}")
+
+        def record(*args: Any, **kwargs: Any) -> int:
+            seen.append((name, args, kwargs))
+            return 75
+
+        setattr(module, function, record)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(sys.modules["kforge_train"], name, module, raising=False)
+
+    for name, function in [("trainer", "run"), ("evaluate", "main"), ("generate", "main"), ("quickstart", "main")]:
+        stand_in(name, function)
+    return seen
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "limit_s"),
+    [
+        (["--help"], 0.3),
+        (["config"], 0.3),
+        (["config", "llama3-8b", "--optim.lr", "1e-3"], 0.3),
+        (["train", "--help"], 1.5),
+        (["generate", "--help"], 0.3),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_answers_without_torch_in_little_time(argv: list[str], limit_s: float) -> None:
+    # Processor time: the wall clock of a machine that is busy with other tests says nothing of this command.
+    took = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *argv], capture_output=True, text=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0, done.stderr
+    assert min(took) <= limit_s, took
+
+
+@pytest.mark.parametrize("argv", [["--optim.lr", "0.5", "tiny"], ["tiny", "--optim.lr=0.5"]], ids=" ".join)
+def test_train_hands_on_the_resolved_job(argv: list[str], calls: list[Any]) -> None:
+    assert main(["train", *argv]) == 75
+    [(name, args, _)] = calls
+    assert (name, args) == ("trainer", (resolve_config("tiny", {"optim.lr": 0.5}).config,))
+
+
+def test_train_without_arguments_takes_the_defaults(calls: list[Any]) -> None:
+    assert main(["train"]) == 75
+    assert calls == [("trainer", (JobConfig(),), {})]
+
+
+def test_eval_generate_and_quickstart_hand_on_their_arguments(calls: list[Any], run_dir: Path) -> None:
+    assert main(["eval", str(run_dir), "--step", "20", "--data", "shards"]) == 75
+    assert main(["generate", str(run_dir), "--prompt", "def ", "--top-k", "5", "--temperature", "0"]) == 75
+    assert main(["quickstart", "--dir", "here", "--minutes", "30"]) == 75
+    assert calls[0] == ("evaluate", (run_dir, 20, Path("shards")), {})
+    name, args, values = calls[1]
+    assert (name, args) == ("generate", (run_dir,))
+    assert values == {
+        "prompt": "def ",
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "top_k": 5,
+        "top_p": None,
+        "seed": 0,
+        "step": None,
+    }
+    assert calls[2] == ("quickstart", (Path("here"), 30.0), {})
+
+
+def test_config_prints_toml_that_is_the_same_job_with_origins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "llama3-8b", "--parallel.compile", "false", "--optim.betas", "[0.9,0.99]"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "job.toml").write_text(text, "utf-8")
+    overrides = {"parallel.compile": False, "optim.betas": (0.9, 0.99)}
+    assert load_config(tmp_path / "job.toml") == resolve_config("llama3-8b", overrides).config
+    ends = {line.split(" = ")[0]: line.split("# ")[-1] for line in text.splitlines() if "  # " in line}
+    assert ends["dim"] == "preset llama3-8b" and ends["rope_theta"] == "preset llama3-1b"
+    assert ends["betas"] == "command line" and ends["norm_eps"] == "default"
+
+
+def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--json", "tiny", "--train.steps", "3"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["config"]["train"]["steps"] == 3
+    assert answer["origin"]["train.steps"] == "command line"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["train", "tiny", "--optim.lrr", "3"], "optim.lrr (command line): no such key; did you mean optim.lr?"),
+        (["train", "--lr", "3"], "did you mean optim.lr?"),
+        (["train", "tiny", "--model.dim", "wide"], "must be a whole number"),
+        (["train", "tiny", "--model.dim", "65"], "model.dim = 65 is not a multiple of n_heads"),
+        (["train", "nowhere.toml"], "neither a file nor a preset"),
+        (["train", "--train.steps"], "--train.steps needs a value"),
+        (["generate", "/nowhere"], "is no run"),
+    ],
+)
+def test_what_cannot_be_used_is_told_once_without_a_traceback(argv: list[str], says: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "kforge_train", *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert says in done.stderr and done.stderr.startswith("kforge: error:")
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_faults_found_while_building_end_alike(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: JobConfig) -> int:
+        raise ConfigError("data.train is empty")
+
+    monkeypatch.setattr(sys.modules["kforge_train.trainer"], "run", refuse)
+    assert main(["train", "tiny"]) == 2
+    assert capsys.readouterr().err == "kforge: error: data.train is empty\n"
+
+
+@pytest.mark.parametrize(("local_rank", "tells"), [("0", True), ("1", False)])
+def test_one_process_of_a_host_tells(
+    local_rank: str, tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert main(["train", "nowhere.toml"]) == 2
+    assert bool(capsys.readouterr().err) is tells
+
+
+def test_overrides_are_split_from_the_rest() -> None:
+    argv = [
+        "tiny",
+        "--data.shuffle",
+        "false",
+        "--parallel.compile",
+        "--optim.lr=3e-4",
+        "--parallel.dp-shard",
+        "-1",
+        "--json",
+        "x",
+    ]
+    overrides, rest = split_overrides(argv, ("--json",))
+    assert overrides == [
+        ("data.shuffle", "false"),
+        ("parallel.compile", "true"),
+        ("optim.lr", "3e-4"),
+        ("parallel.dp_shard", "-1"),
+    ]
+    assert rest == ["tiny", "--json", "x"]

@@ -1,0 +1,110 @@
+"""The job as one value: no torch needed, no key ignored, no impossible combination accepted."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from kforge_train import JobConfig
+from kforge_train.errors import ConfigError
+from kforge_train.resolve import resolve_config
+from kforge_train.schema import Leaf, field_kinds, leaves
+
+PACKAGES = ["model", "parallel", "data", "optim", "ckpt", "resilience", "metrics", "train"]
+LEAVES = list(leaves(JobConfig))
+
+# Another value where the type alone does not give one, and companions that it needs.
+OTHER: dict[str, Any] = {
+    "model.n_kv_heads": 2,
+    "model.head_dim": 32,
+    "model.n_heads": 8,
+    "model.ffn_dim": 192,
+    "parallel.dp_shard": 2,
+    "data.microbatch_rows": 4,
+    "optim.name": "muon",
+    "optim.schedule": "wsd",
+    "optim.adamw_lr": 1e-3,
+    "optim.betas": [0.8, 0.9],
+    "optim.decay_steps": 7,
+    "resilience.stop_signals": ["SIGTERM"],
+}
+WITH = {"optim.adamw_lr": {"optim.name": "muon"}}
+# Values that a later version brings: for now the witness of such a key is its error.
+REFUSED = {"parallel.dp_replicate", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep"}
+
+
+def other(leaf: Leaf) -> Any:
+    """A valid value of the field that is not its default."""
+    if leaf.path in OTHER:
+        return OTHER[leaf.path]
+    if get_origin(leaf.kind) is Literal:
+        return next(value for value in get_args(leaf.kind) if value != leaf.default)
+    if isinstance(leaf.default, bool):
+        return not leaf.default
+    if isinstance(leaf.default, int):
+        return leaf.default * 2 or 3
+    if isinstance(leaf.default, float):
+        return leaf.default / 2 or 0.25
+    if isinstance(leaf.default, str):
+        return leaf.default + "other"
+    raise AssertionError(f"say in OTHER what else {leaf.path} can be")
+
+
+def get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_config_modules_import_with_torch_blocked(package: str) -> None:
+    blocked = ["torch", "numpy", "pydantic", "rich", "tokenizers", "safetensors"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import kforge_{package}.config"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "train"])
+def test_config_modules_of_leaves_import_the_standard_library_only(package: str) -> None:
+    path = importlib.import_module(f"kforge_{package}.config").__file__
+    assert path is not None
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").split(".")[0])
+    assert imported <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.path)
+def test_every_field_changes_what_is_resolved(leaf: Leaf) -> None:
+    needs = WITH.get(leaf.path, {})
+    overrides = {**needs, leaf.path: other(leaf)}
+    if leaf.path in REFUSED:
+        with pytest.raises(ConfigError, match=leaf.path):
+            resolve_config(None, overrides)
+        return
+    base, changed = resolve_config(None, needs), resolve_config(None, overrides)
+    differing = [one.path for one in LEAVES if get(base.config, one.path) != get(changed.config, one.path)]
+    assert differing == [leaf.path]
+    assert changed.origin[leaf.path] == "command line"
+    assert base.origin[leaf.path] == "default"
+
+
+def test_each_section_is_frozen_and_refuses_unknown_keys_for_pydantic_users_too() -> None:
+    for section, cls in field_kinds(JobConfig).items():
+        assert cls.__pydantic_config__ == {"extra": "forbid"}, section
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(getattr(JobConfig(), section), dataclasses.fields(cls)[0].name, None)
+
+
+def test_sections_are_checked_against_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"data\.row_tokens = 8192 is longer than model\.max_seq_len = 4096"):
+        resolve_config(None, {"data.row_tokens": 8192})

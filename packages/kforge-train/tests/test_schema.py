@@ -1,0 +1,97 @@
+"""Values of files have their field's type already; text of the command line becomes it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from kforge_train.schema import Mismatch, fit, from_text, type_name
+
+Word = Literal["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "made"),
+    [
+        (int, 3, 3),
+        (float, 3, 3.0),
+        (float, 3e-4, 3e-4),
+        (bool, True, True),
+        (str, "none", "none"),
+        (Word, "a", "a"),
+        (int | None, None, None),
+        (int | None, "none", None),
+        (str | None, "x", "x"),
+        (tuple[float, float], [1, 0.5], (1.0, 0.5)),
+        (tuple[str, ...], [], ()),
+        (list[int], [1, 2], [1, 2]),
+        (dict[str, float], {"web": 8}, {"web": 8.0}),
+    ],
+)
+def test_fit_takes(kind: Any, value: Any, made: Any) -> None:
+    result = fit(kind, value)
+    assert result == made and type(result) is type(made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "says"),
+    [
+        (int, "3", "whole number"),
+        (int, 3.0, "whole number"),
+        (int, True, "whole number"),
+        (float, "1e-3", "a number"),
+        (float, False, "a number"),
+        (bool, 1, "true or false"),
+        (bool, "true", "true or false"),
+        (str, 3, "text"),
+        (Word, "c", "one of a, b"),
+        (int | None, "3", "whole number, or 'none'"),
+        (tuple[float, float], [1.0], "2 values"),
+        (tuple[float, float], 1.0, "a list"),
+        (tuple[int, ...], [1, "2"], "whole number"),
+        (dict[str, float], 3, "a table"),
+    ],
+)
+def test_fit_refuses(kind: Any, value: Any, says: str) -> None:
+    with pytest.raises(Mismatch, match=says):
+        fit(kind, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "made"),
+    [
+        (int, "3", 3),
+        (int, "-1", -1),
+        (int, "1_000", 1000),
+        (float, "3e-4", 3e-4),
+        (bool, "true", True),
+        (bool, "False", False),
+        (str, "3", "3"),
+        (str, "none", "none"),
+        (int | None, "none", None),
+        (int | None, "3", 3),
+        (Word, "b", "b"),
+        (tuple[float, float], "0.9,0.95", [0.9, 0.95]),
+        (tuple[float, float], "[0.9, 0.95]", [0.9, 0.95]),
+        (tuple[str, ...], "SIGTERM,SIGINT", ["SIGTERM", "SIGINT"]),
+        (tuple[str, ...], '["SIGTERM"]', ["SIGTERM"]),
+        (tuple[str, ...], "[]", []),
+    ],
+)
+def test_text_becomes_the_fields_type(kind: Any, text: str, made: Any) -> None:
+    value = from_text(kind, text)
+    assert value == made and type(value) is type(made)
+    fit(kind, value)
+
+
+@pytest.mark.parametrize(("kind", "text"), [(int, "x"), (int, "3.5"), (bool, "maybe"), (Word, "c"), (int | None, "x")])
+def test_text_that_cannot_be_a_value_is_left_to_be_refused(kind: Any, text: str) -> None:
+    assert from_text(kind, text) == text
+    with pytest.raises(Mismatch):
+        fit(kind, text)
+
+
+def test_names_of_types() -> None:
+    kinds = [int, int | None, Word, tuple[float, float], tuple[str, ...]]
+    assert [type_name(kind) for kind in kinds] == ["int", "int|none", "a|b", "float,float", "str,..."]
