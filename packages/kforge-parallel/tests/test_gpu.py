@@ -14,9 +14,7 @@ def mesh():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options", [{}, {"recompute": "full"}, {"compile": True}], ids=["plain", "recompute", "compile"]
-)
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"compile": True}], ids=str)
 def test_one_device_equals_the_cpu(mesh, options):
     reference = Toy().double()
     fill(reference)

@@ -12,38 +12,39 @@ from kforge_parallel._version import __version__
 
 if TYPE_CHECKING:
     from kforge_parallel.activation import recompute_blocks as recompute_blocks
+    from kforge_parallel.build import parallelize as parallelize
     from kforge_parallel.compile import compile_blocks as compile_blocks
     from kforge_parallel.config import ParallelConfig as ParallelConfig
     from kforge_parallel.fsdp import full_parameters as full_parameters
     from kforge_parallel.fsdp import set_last_microbatch as set_last_microbatch
-    from kforge_parallel.launch import World as World
-    from kforge_parallel.launch import expand_hosts as expand_hosts
-    from kforge_parallel.launch import find_world as find_world
-    from kforge_parallel.launch import launch as launch
-    from kforge_parallel.launch import shutdown as shutdown
     from kforge_parallel.mesh import Mesh as Mesh
     from kforge_parallel.mesh import resolve_axes as resolve_axes
-    from kforge_parallel.parallelize import parallelize as parallelize
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
+    from kforge_parallel.world import World as World
+    from kforge_parallel.world import expand_hosts as expand_hosts
+    from kforge_parallel.world import find_world as find_world
+    from kforge_parallel.world import launch as launch
+    from kforge_parallel.world import shutdown as shutdown
 
-# Public name -> the module it lives in. Nothing is imported until it is asked for.
+# Public name -> the module it lives in. Nothing is imported until it is asked for. A module must not have the name
+# of something public in it: importing the module would put it in that thing's place.
 _HOME = {
     "Mesh": "mesh",
     "ParallelConfig": "config",
     "Precision": "precision",
-    "World": "launch",
+    "World": "world",
     "compile_blocks": "compile",
-    "expand_hosts": "launch",
-    "find_world": "launch",
+    "expand_hosts": "world",
+    "find_world": "world",
     "full_parameters": "fsdp",
-    "launch": "launch",
-    "parallelize": "parallelize",
+    "launch": "world",
+    "parallelize": "build",
     "precision_of": "precision",
     "recompute_blocks": "activation",
     "resolve_axes": "mesh",
     "set_last_microbatch": "fsdp",
-    "shutdown": "launch",
+    "shutdown": "world",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

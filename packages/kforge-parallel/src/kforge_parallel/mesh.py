@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kforge_parallel.config import ParallelConfig
-from kforge_parallel.launch import World
+from kforge_parallel.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
