@@ -1,4 +1,8 @@
-"""kforge-optim."""
+"""How a model learns: AdamW, Muon, parameter groups, schedules, and one gradient norm over any sharding.
+
+`build_optimizer` makes an `Optimizer` from an `OptimConfig`; `clip.total_norm` and `clip.clip_factor` give the scale
+for its ``step``. Everything works on plain tensors and on DTensors (FSDP2, tensor parallelism) alike.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,47 @@ from typing import TYPE_CHECKING, Any
 from kforge_optim._version import __version__
 
 if TYPE_CHECKING:
+    from kforge_optim import clip as clip
+    from kforge_optim.adamw import AdamW as AdamW
+    from kforge_optim.algorithm import Algorithm as Algorithm
+    from kforge_optim.algorithm import Slot as Slot
+    from kforge_optim.algorithm import register_optimizer as register_optimizer
     from kforge_optim.config import OptimConfig as OptimConfig
+    from kforge_optim.groups import Group as Group
+    from kforge_optim.groups import build_groups as build_groups
+    from kforge_optim.groups import groups_table as groups_table
+    from kforge_optim.muon import Muon as Muon
+    from kforge_optim.muon import newton_schulz as newton_schulz
+    from kforge_optim.optimizer import Optimizer as Optimizer
+    from kforge_optim.optimizer import build_optimizer as build_optimizer
+    from kforge_optim.schedules import build_schedule as build_schedule
+    from kforge_optim.schedules import constant as constant
+    from kforge_optim.schedules import cosine as cosine
+    from kforge_optim.schedules import linear as linear
+    from kforge_optim.schedules import register_schedule as register_schedule
+    from kforge_optim.schedules import wsd as wsd
 
-# Public name -> the module it lives in. Nothing is imported until it is asked for.
+# Public name -> the module it lives in; `clip` is a module itself. Nothing is imported until it is asked for.
 _HOME = {
+    "AdamW": "adamw",
+    "Algorithm": "algorithm",
+    "Group": "groups",
+    "Muon": "muon",
     "OptimConfig": "config",
+    "Optimizer": "optimizer",
+    "Slot": "algorithm",
+    "build_groups": "groups",
+    "build_optimizer": "optimizer",
+    "build_schedule": "schedules",
+    "clip": "clip",
+    "constant": "schedules",
+    "cosine": "schedules",
+    "groups_table": "groups",
+    "linear": "schedules",
+    "newton_schulz": "muon",
+    "register_optimizer": "algorithm",
+    "register_schedule": "schedules",
+    "wsd": "schedules",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
@@ -21,7 +61,8 @@ __all__ = ["__version__", *sorted(_HOME)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    module = import_module(f"{__name__}.{_HOME[name]}")
+    value = module if name == _HOME[name] else getattr(module, name)
     globals()[name] = value
     return value
 

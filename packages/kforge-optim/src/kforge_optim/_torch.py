@@ -1,0 +1,37 @@
+"""The private names of torch that this package uses, each with the public thing it stands in for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``target.copy_(source)`` for each pair, in one launch. Stands in for that loop."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
+    """``target.mul_(factor)`` for each, in one launch; ``factor`` is 0-dim. Stands in for that loop."""
+    torch._foreach_mul_(list(targets), factor)
+
+
+def stacked(placement: Placement) -> Placement:
+    """The placement of a stack of tensors (a new dimension 0) whose members each have ``placement``.
+
+    Stands in for a constructor that copies a placement with another dim: ``_StridedShard`` (what FSDP makes of a
+    dimension that tensor parallelism shards too) has no public name.
+    """
+    if isinstance(placement, Replicate):
+        return placement
+    factor = getattr(placement, "split_factor", None)
+    if factor is not None:
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        return _StridedShard(placement.dim + 1, split_factor=factor)  # type: ignore[attr-defined]
+    if isinstance(placement, Shard):
+        return Shard(placement.dim + 1)
+    raise ValueError(f"a parameter cannot have placement {placement}; Replicate and Shard can be optimized")

@@ -1,0 +1,52 @@
+"""What an optimizer must be to work under `Optimizer`, and the register of those known by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from kforge_optim.config import OptimConfig
+from kforge_optim.registry import Registry
+
+
+@dataclass
+class Slot:
+    """One parameter and what its optimizer remembers of it."""
+
+    name: str
+    parameter: nn.Parameter
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """An update rule. It holds hyperparameters only; what it remembers lies in the slots."""
+
+    @property
+    def matrices_only(self) -> bool:
+        """True: it takes the hidden matrices, and AdamW takes the rest."""
+        ...
+
+    def init_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Fresh state of one parameter. Tensors of the parameter's shape are made with ``zeros_like``, so that they
+        keep its placement; what is left is 0-dim and alike on all ranks."""
+        ...
+
+    def update(
+        self, slots: Sequence[Slot], *, lr: float, weight_decay: float, scale: Tensor | None, gate: Tensor | None
+    ) -> None:
+        """Update parameters and state in place; each slot has a gradient. Called without autograd.
+
+        scale: 0-dim, multiplies the gradients. gate: 0-dim, 1 or 0; with 0 no bit of parameters and state changes,
+        whatever is in the gradients. Neither may be read on the host. ``.grad`` may be changed.
+        """
+        ...
+
+
+AlgorithmBuilder = Callable[[OptimConfig], Algorithm]
+
+OPTIMIZERS: Registry[AlgorithmBuilder] = Registry("optimizer", "kforge.optimizers")
+register_optimizer = OPTIMIZERS.register
+"""Decorator: ``@register_optimizer("mine")`` over a function ``OptimConfig -> Algorithm``."""

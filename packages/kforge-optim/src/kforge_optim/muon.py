@@ -1,0 +1,133 @@
+"""Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), for matrices.
+
+The update is that of the whole matrix under any sharding. Momentum is elementwise and stays sharded; each rank gathers
+the whole matrix, orthogonalises it, and keeps the part of the result that it owns. All ranks that share a matrix do
+the same work on the same bits. Matrices of one shape go through as one batch: few launches, one collective.
+
+Names of shapes: N matrices of R rows and C columns; r, c are what lies on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from kforge_optim._torch import foreach_copy_, stacked
+from kforge_optim.algorithm import Slot, register_optimizer
+from kforge_optim.config import OptimConfig
+from kforge_optim.sharding import local, local_gradient
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Jordan's quintic: steepest at 0, so five iterations bring singular values of 0.01 and more near 1."""
+
+_BATCH_ELEMENTS = 2**25
+"""Whole-matrix elements in one batch: 128 MiB in float32, large enough to fill a GPU, small beside a model."""
+
+
+def newton_schulz(matrices: Tensor, *, steps: int = 5) -> Tensor:
+    """Push the singular values of each matrix [N,R,C] to near 1: X ← aX + (bA + cA²)X with A = XXᵀ, ``steps`` times.
+
+    Works in the dtype of ``matrices`` (the norm it starts with in at least float32); a tall matrix is transposed, so
+    that A is the smaller square. A zero matrix stays zero. The quintic does not converge: singular values end between
+    about 0.7 and 1.2, which trains as well as exactly 1 (see the module's reference).
+    """
+    a, b, c = COEFFICIENTS
+    norm_dtype = torch.promote_types(matrices.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
+    x = (matrices / norm.clamp(min=1e-7)).to(matrices.dtype)
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon:
+    """B = μB + (1-μ)g;  O = NS(g + μ(B - g));  W = W - lr·wd·W - lr · 0.2·√max(R, C) · O.
+
+    Nesterov momentum. The factor 0.2·√max(R, C) gives the update the root mean square of AdamW's (Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982, equation 4), so AdamW's rate and decay carry over. State of a parameter:
+    ``momentum_buffer`` in its dtype and placement.
+
+    ns_dtype: dtype of Newton-Schulz. None: bfloat16 on a GPU; elsewhere the parameter's. float64 stays float64.
+    """
+
+    matrices_only = True
+
+    def __init__(self, *, momentum: float = 0.95, ns_steps: int = 5, ns_dtype: torch.dtype | None = None) -> None:
+        self.momentum = momentum
+        self.ns_steps = ns_steps
+        self.ns_dtype = ns_dtype
+
+    def init_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Zero momentum. Raises ValueError for anything but a matrix."""
+        if parameter.ndim != 2:
+            raise ValueError(f"muon takes matrices, not a parameter of shape {tuple(parameter.shape)}")
+        return {"momentum_buffer": torch.zeros_like(parameter.detach())}
+
+    def update(
+        self, slots: Sequence[Slot], *, lr: float, weight_decay: float, scale: Tensor | None, gate: Tensor | None
+    ) -> None:
+        """One step; see `Algorithm.update`. Every rank that shares a matrix must call it with the same slots."""
+        for batch in _batches(slots):
+            weights = [local(slot.parameter) for slot in batch]
+            buffers = [local(slot.state["momentum_buffer"]) for slot in batch]
+            grad_Nrc = torch.stack([local_gradient(slot.parameter) for slot in batch])
+            if scale is not None:
+                grad_Nrc = grad_Nrc * scale.to(grad_Nrc.dtype)
+            old_Nrc = torch.stack(buffers)
+            buffer_Nrc = old_Nrc.lerp(grad_Nrc, 1 - self.momentum)
+            update_Nrc = self._orthogonalise(grad_Nrc.lerp(buffer_Nrc, self.momentum), batch[0].parameter)
+            weight_Nrc = torch.stack(weights)
+            size = lr * 0.2 * math.sqrt(max(batch[0].parameter.shape))
+            stepped_Nrc = (weight_Nrc * (1 - lr * weight_decay)).sub_(update_Nrc, alpha=size)
+            if gate is not None:
+                accept = gate > 0
+                buffer_Nrc = torch.where(accept, buffer_Nrc, old_Nrc)
+                stepped_Nrc = torch.where(accept, stepped_Nrc, weight_Nrc)
+            foreach_copy_(buffers, buffer_Nrc.unbind())
+            foreach_copy_(weights, stepped_Nrc.unbind())
+
+    def _orthogonalise(self, update_Nrc: Tensor, like: nn.Parameter) -> Tensor:
+        """Shards [N,r,c] laid out as ``like`` -> shards of the orthogonalised whole matrices, in the same dtype."""
+        dtype = update_Nrc.dtype
+        if dtype != torch.float64:
+            update_Nrc = update_Nrc.to(self.ns_dtype or (torch.bfloat16 if update_Nrc.is_cuda else dtype))
+        if not isinstance(like, DTensor):
+            return newton_schulz(update_Nrc, steps=self.ns_steps).to(dtype)
+        mesh, placements = like.device_mesh, [stacked(placement) for placement in like.placements]
+        shape = torch.Size((update_Nrc.size(0), *like.shape))
+        stride = (shape[1] * shape[2], shape[2], 1)
+        whole_NRC = DTensor.from_local(
+            update_Nrc.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+        ).full_tensor()
+        whole_NRC = newton_schulz(whole_NRC, steps=self.ns_steps).to(dtype)
+        everywhere = DTensor.from_local(whole_NRC, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        # From Replicate to Shard each rank cuts out its own part; nothing is sent.
+        return local(everywhere.redistribute(placements=placements))
+
+
+def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Slots of like matrices (shape, dtype, device, layout), at most `_BATCH_ELEMENTS` whole elements a batch."""
+    alike: dict[object, list[Slot]] = {}
+    for slot in slots:
+        parameter = slot.parameter
+        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        alike.setdefault((parameter.shape, parameter.dtype, parameter.device, layout), []).append(slot)
+    for batch in alike.values():
+        count = max(1, _BATCH_ELEMENTS // max(1, batch[0].parameter.numel()))
+        for first in range(0, len(batch), count):
+            yield batch[first : first + count]
+
+
+@register_optimizer("muon")
+def build_muon(config: OptimConfig) -> Muon:
+    """Muon with the momentum, the iterations and their dtype of ``config``."""
+    dtype = None if config.muon_ns_dtype == "auto" else getattr(torch, config.muon_ns_dtype)
+    return Muon(momentum=config.muon_momentum, ns_steps=config.muon_ns_steps, ns_dtype=dtype)

@@ -1,0 +1,74 @@
+"""Shards of DTensors: what of a tensor lies on this rank, and how values get from one layout to another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor (it shares memory), or the plain tensor itself; never part of a graph."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+        wait = getattr(tensor, "wait", None)  # the result of a collective still in flight
+        if wait is not None:
+            tensor = wait()
+    return tensor
+
+
+@torch.no_grad()
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of ``parameter.grad``, laid out as the parameter is, in the parameter's dtype.
+
+    A gradient whose placement differs from the parameter's (``Partial`` under sequence parallelism, say) is
+    redistributed first, a collective over the parameter's mesh, and put back into ``.grad``: whoever asks next gets
+    it for nothing. Raises ValueError for a sparse gradient and for one on another mesh.
+    """
+    grad = parameter.grad
+    if grad is None:
+        raise ValueError("the parameter has no gradient")
+    if grad.is_sparse:
+        raise ValueError("sparse gradients are not supported; make the embedding with sparse=False")
+    if isinstance(parameter, DTensor) != isinstance(grad, DTensor):
+        raise ValueError("a parameter and its gradient must both be DTensors or both be plain tensors")
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+        if grad.device_mesh != parameter.device_mesh:
+            raise ValueError(f"a gradient lies on mesh {grad.device_mesh}, its parameter on {parameter.device_mesh}")
+        if grad.placements != parameter.placements:
+            grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+            parameter.grad = grad
+    return local(grad).to(parameter.dtype)
+
+
+def distinct_shards(tensor: Tensor) -> int:
+    """Into how many different pieces the mesh cuts ``tensor``; 1 for a plain or replicated one."""
+    shards = 1
+    if isinstance(tensor, DTensor):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            if not isinstance(placement, Replicate):
+                shards *= size
+    return shards
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy the values of ``source`` into ``target``, in place; either may be a DTensor, of any layout.
+
+    A plain ``source`` holds the whole tensor, not a shard. Raises ValueError when the whole shapes differ.
+    """
+    if target is source:
+        return
+    if target.shape != source.shape:
+        raise ValueError(f"a tensor of shape {tuple(source.shape)} does not fit into {tuple(target.shape)}")
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        if isinstance(source, DTensor) and source.device_mesh != mesh:
+            source = source.full_tensor()
+        if not isinstance(source, DTensor):
+            # Every rank has the whole tensor, so nothing is sent: each keeps its own shard.
+            source = distribute_tensor(source.to(target.device), mesh, placements, src_data_rank=None)
+        source = source.redistribute(mesh, placements)
+    elif isinstance(source, DTensor):
+        source = source.full_tensor()
+    local(target).copy_(local(source))
