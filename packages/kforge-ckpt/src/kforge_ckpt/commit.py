@@ -1,0 +1,264 @@
+"""How a checkpoint comes to exist: written aside, sealed, then renamed; and how a reader knows that it does.
+
+A save of step 10 goes through these states, and a process that dies in any of them leaves a loadable folder:
+
+1. ``step_00000010.tmp-1a2b3c4d/`` is made; the ranks write their files into it, each followed by fsync.
+2. ``manifest.json`` gets the size and checksum of every file; ``COMMITTED``, written last, the manifest's checksum.
+3. The folder is renamed to ``step_00000010``. From here on the checkpoint exists.
+4. ``latest`` is replaced, in one rename, by a file with the folder's name. It is for people and scripts: readers
+   here go by the folders, so that a lost or wrong ``latest`` costs nothing.
+
+Deleting goes the other way: renamed to a staging name first, then removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
+from kforge_ckpt.safetensors import ChecksumWriter, FileRecord
+
+FORMAT = 1
+"""Version of the layout on disk. A reader refuses a higher one."""
+MARKER = "COMMITTED"
+MANIFEST = "manifest.json"
+LATEST = "latest"
+
+POINTS = (
+    "staged",
+    "tensors written",
+    "rank written",
+    "all ranks written",
+    "manifest written",
+    "marker written",
+    "renamed",
+    "latest staged",
+    "latest written",
+    "prune renamed",
+    "pruned",
+)
+"""The named points of a save, in order, at which `reached` is called (the last two for each deleted step)."""
+
+logger = logging.getLogger("kforge_ckpt")
+_STEP = re.compile(r"step_(\d+)", re.ASCII)
+_STAGING = re.compile(r"step_\d+\.tmp-[0-9a-f]{8}", re.ASCII)
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+
+
+def reached(point: str) -> None:
+    """Called at each of `POINTS`; does nothing. Tests put a function here that dies or raises."""
+
+
+def folder_name(step: int) -> str:
+    """``step_00000010``."""
+    return f"step_{step:08d}"
+
+
+def committed(root: Path) -> dict[int, Path]:
+    """The committed checkpoints of a folder by step, ascending. Any zero padding counts; other names are ignored."""
+    found: dict[int, Path] = {}
+    try:
+        names = sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    for name in names:
+        match = _STEP.fullmatch(name)
+        if match and (root / name / MARKER).is_file():
+            step = int(match[1])
+            if step not in found or name == folder_name(step):
+                found[step] = root / name
+    return dict(sorted(found.items()))
+
+
+def stage(root: Path, step: int) -> Path:
+    """Make an empty staging folder for a step."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"
+    folder.mkdir()
+    reached("staged")
+    return folder
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what dead saves and deletions left behind: staging folders only, by their exact form of name."""
+    if not root.is_dir():
+        return []
+    names = [name for name in sorted(os.listdir(root)) if _STAGING.fullmatch(name) and (root / name).is_dir()]
+    for name in names:
+        shutil.rmtree(root / name, ignore_errors=True)
+    (root / f".{LATEST}.tmp").unlink(missing_ok=True)
+    return names
+
+
+def write_json(path: Path, value: dict[str, Any]) -> FileRecord:
+    """Write an object as JSON, one line an entry, and fsync the file."""
+    entries = (f"{json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in value.items())
+    with open(path, "xb") as file:
+        out = ChecksumWriter(file)
+        out.write(("{\n" + ",\n".join(entries) + "\n}\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return out.record
+
+
+def sync_folder(path: Path) -> None:
+    """fsync a folder, so that the names in it survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some network file systems know no fsync of a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)
+
+
+def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord]) -> Path:
+    """Seal a staging folder that holds ``files`` and give it its name. Returns the committed folder."""
+    for name, record in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{name} was written by another rank, but rank 0 does not see it in {folder}: all ranks must save to "
+                "one shared folder"
+            ) from None
+        if size != record.size:
+            raise CheckpointError(f"{folder / name} has {size} bytes where {record.size} were written")
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "files": {name: {"size": r.size, "checksum": r.checksum} for name, r in sorted(files.items())},
+    }
+    seal = write_json(folder / MANIFEST, manifest)
+    sync_folder(folder)
+    reached("manifest written")
+    write_json(folder / MARKER, {"format": FORMAT, "step": step, "manifest": seal.checksum})
+    sync_folder(folder)
+    reached("marker written")
+    final = root / folder_name(step)
+    if final.is_dir() and not (final / MARKER).is_file():
+        # A folder of this name without a marker is no checkpoint; put aside whole, it is not in the way.
+        final.rename(root / f"{folder_name(step)}.unmarked-{secrets.token_hex(4)}")
+    folder.rename(final)
+    sync_folder(root)
+    reached("renamed")
+    return final
+
+
+def point_latest(root: Path, folder: Path) -> None:
+    """Let ``latest`` name a committed folder, in one rename."""
+    staged = root / f".{LATEST}.tmp"
+    with open(staged, "w", encoding="utf-8") as file:
+        file.write(folder.name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    reached("latest staged")
+    staged.replace(root / LATEST)
+    sync_folder(root)
+    reached("latest written")
+
+
+def delete(root: Path, folder: Path) -> None:
+    """Delete a committed checkpoint: in one rename it is gone for every reader, then its files are removed."""
+    aside = root / f"{folder.name}.tmp-{secrets.token_hex(4)}"
+    folder.rename(aside)
+    reached("prune renamed")
+    shutil.rmtree(aside)
+    reached("pruned")
+
+
+class Contents:
+    """A committed folder whose marker and manifest were found in order; gives out its files checked.
+
+    Raises DamagedCheckpointError, naming the file, for what is not as it was written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        marker = self._parse(MARKER, self._bytes(MARKER))
+        data = self._bytes(MANIFEST)
+        if not isinstance(marker.get("format"), int):
+            raise DamagedCheckpointError(f"{folder / MARKER} is not the marker of a checkpoint")
+        if marker["format"] > FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {marker['format']}, written by a newer kforge-ckpt; this one reads up to {FORMAT}"
+            )
+        if marker.get("manifest") != checksum(data):
+            raise DamagedCheckpointError(f"{folder / MANIFEST} is not the one that {MARKER} was written for")
+        manifest = self._parse(MANIFEST, data)
+        try:
+            self.step = int(manifest["step"])
+            self.files = {str(k): FileRecord(int(v["size"]), str(v["checksum"])) for k, v in manifest["files"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(f"{folder / MANIFEST} is not a manifest: {error!r}") from error
+        for name in self.files:
+            if not _FILE.fullmatch(name):
+                raise DamagedCheckpointError(f"{folder / MANIFEST} names {name!r}, which is no file of a checkpoint")
+
+    def check(self, part: int = 0, parts: int = 1, full: bool = False) -> None:
+        """Compare the files with the manifest: sizes, and with ``full`` checksums too.
+
+        Of ``parts`` readers each looks at its share, ``part``, so that a large job does not read all of it each.
+        """
+        for name in sorted(self.files)[part::parts]:
+            path, record = self.folder / name, self.files[name]
+            try:
+                size = path.stat().st_size
+                found = _checksum_file(path) if full and size == record.size else record.checksum
+            except OSError as error:
+                raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+            if size != record.size:
+                raise DamagedCheckpointError(f"{path} has {size} bytes where {record.size} were written")
+            if found != record.checksum:
+                raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of the manifest")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the checkpoint, its checksum compared."""
+        return self._parse(name, self.content(name))
+
+    def content(self, name: str) -> bytes:
+        """The bytes of a (small) file, their checksum compared."""
+        if name not in self.files:
+            raise DamagedCheckpointError(f"{self.folder / MANIFEST} does not name {name}")
+        data = self._bytes(name)
+        if checksum(data) != self.files[name].checksum:
+            raise DamagedCheckpointError(f"{self.folder / name} is damaged: its checksum is not that of the manifest")
+        return data
+
+    def _bytes(self, name: str) -> bytes:
+        try:
+            return (self.folder / name).read_bytes()
+        except OSError as error:
+            raise DamagedCheckpointError(f"{self.folder / name} cannot be read: {error}") from error
+
+    def _parse(self, name: str, data: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpointError(f"{self.folder / name} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise DamagedCheckpointError(f"{self.folder / name} does not hold a JSON object")
+        return value
+
+
+def checksum(data: bytes) -> str:
+    """``crc32:<8 hex digits>``: finds accidents, at memory speed; it is no defence against an author of bad files."""
+    return f"crc32:{zlib.crc32(data):08x}"
+
+
+def _checksum_file(path: Path) -> str:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return f"crc32:{crc:08x}"

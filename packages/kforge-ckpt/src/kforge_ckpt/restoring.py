@@ -1,0 +1,168 @@
+"""The parts of a restore: open what was saved, compare it with what is here, fill, hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from kforge_ckpt import state
+from kforge_ckpt.commit import Contents
+from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
+from kforge_ckpt.optimizer import state_like_saved
+from kforge_ckpt.ranks import Ranks, plain_errors
+from kforge_ckpt.rng import RngState
+from kforge_ckpt.safetensors import TensorFile, dtype_name
+from kforge_ckpt.saving import META, STATE, named, rank_file
+from kforge_ckpt.state import Json, Stateful
+from kforge_ckpt.storage import INDEX, TensorReader, read_index
+
+_WRONG = (KeyError, IndexError, ValueError, TypeError, AttributeError, RecursionError)
+"""What reading a file raises whose JSON is not the JSON that we write."""
+
+
+def read_meta(contents: Contents) -> dict[str, Any]:
+    """The caller's own meta data of a checkpoint."""
+    try:
+        meta = state.decode(contents.json(META)["meta"])
+        if not isinstance(meta, dict):
+            raise TypeError("meta is not an object")
+    except CheckpointError:
+        raise
+    except _WRONG as error:
+        raise DamagedCheckpointError(f"{contents.folder / META} is not what is written there: {error!r}") from error
+    return meta
+
+
+class Saved:
+    """A committed checkpoint, opened: ``index`` of its tensors, ``tree`` of its values, and its PerRank values."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.contents = Contents(folder)
+        self.index = read_index(self.contents.content(INDEX), folder / INDEX, set(self.contents.files))
+        self.tree = self.contents.json(STATE)
+        world = self.contents.json(META).get("world_size")
+        if not isinstance(world, int) or world < 1:
+            raise DamagedCheckpointError(f"{folder / META} does not say how many ranks wrote it")
+        self.world = world
+        self._rank_trees: list[dict[str, Json] | None] | None = None
+
+    def per_rank(self, path: str) -> list[Any]:
+        """The values of all ranks that saved, for the PerRank at ``path``; None where a rank had none."""
+        if self._rank_trees is None:
+            names = [rank_file(rank, "json") for rank in range(self.world)]
+            self._rank_trees = [self.contents.json(name) if name in self.contents.files else None for name in names]
+        return [
+            None if tree is None or path not in tree else self._value_of(rank, tree[path])
+            for rank, tree in enumerate(self._rank_trees)
+        ]
+
+    def _value_of(self, rank: int, node: Json) -> Any:
+        tensors: dict[str, torch.Tensor] = {}
+        if any(state.leaves(node, "$tensor")):
+            name = rank_file(rank, "safetensors")
+            if name not in self.contents.files:
+                raise DamagedCheckpointError(f"the manifest of {self.folder} does not name {name}")
+            with TensorFile(self.folder / name) as file:
+                tensors = dict(file.tensors())
+
+        def leaf(kind: str, name: str) -> Any:
+            if kind != "$tensor" or name not in tensors:
+                raise DamagedCheckpointError(f"{self.folder / rank_file(rank, 'safetensors')} does not hold {name}")
+            return tensors[name]
+
+        try:
+            return state.decode(node, leaf)
+        except CheckpointError:
+            raise
+        except _WRONG as error:
+            path = self.folder / rank_file(rank, "json")
+            raise DamagedCheckpointError(f"{path} is not what is written there: {error!r}") from error
+
+
+class Plan:
+    """What of a checkpoint goes where. Nothing of the caller's is changed before `fill`.
+
+    The one exception are torch optimizers without state: ``stack`` takes them back if the restore fails.
+    """
+
+    def __init__(self, saved: Saved, states: Mapping[str, Stateful], stack: ExitStack) -> None:
+        self.saved = saved
+        self.states = named(states)
+        self.targets: dict[str, Any] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, obj in states.items():
+            if name not in saved.tree:
+                held = ", ".join(map(repr, saved.tree))
+                raise StateMismatchError(f"no state was saved under the name {name!r}; there are {held}")
+            numbers = _numbered_states(obj, saved.tree[name])
+            if numbers is not None and isinstance(obj, torch.optim.Optimizer):
+                stack.enter_context(state_like_saved(obj, numbers, name))
+            self.targets[name] = obj.state_dict()
+            self.tensors.update(state.take_apart(name, self.targets[name]).tensors)
+        self.asked = {tensor for name in states for tensor in state.leaves(saved.tree[name], "$tensor")}
+        if lost := self.asked - saved.index.keys():
+            raise DamagedCheckpointError(f"{saved.folder / INDEX} does not tell where {min(lost)} is")
+        self.reader = TensorReader(saved.folder, saved.index)
+
+    def compare(self, ranks: Ranks, what: str) -> None:
+        """StateMismatchError on all ranks unless saved and present tensors are the same, by name, shape and dtype."""
+        index = self.saved.index
+        specs: dict[str, state.Spec] = {name: (index[name].dtype, index[name].shape) for name in self.asked}
+        wanted = {name: (dtype_name(t.dtype, name), tuple(t.shape)) for name, t in self.tensors.items()}
+        # A stage of a pipeline wants only its layers: too many are those that nobody wants.
+        unclaimed = set.intersection(*ranks.gather(specs.keys() - wanted.keys()))
+
+        def compared() -> None:
+            text = state.difference(specs, wanted, unclaimed)
+            if text is not None:
+                raise StateMismatchError(f"its tensors do not fit those to be restored: {text}. Nothing was changed")
+
+        ranks.all(what, compared)
+
+    def ready(self, ranks: Ranks) -> dict[str, Any]:
+        """What each ``load_state_dict`` will be given: the saved nesting around the live tensors, not yet filled."""
+        self.reader.check(self.asked, ranks.rank, ranks.world)
+        try:
+            return {
+                name: state.put_together(self.saved.tree[name], target, self.tensors, self.saved.per_rank)
+                for name, target in self.targets.items()
+            }
+        except CheckpointError:
+            raise
+        except _WRONG as error:
+            path = self.saved.folder / STATE
+            raise DamagedCheckpointError(f"{path} is not what is written there: {error!r}") from error
+
+    def fill(self, ranks: Ranks, what: str) -> None:
+        """Read the tensors, each rank its part of them in its own layout."""
+        with plain_errors(what, ranks.world), torch.no_grad():
+            dcp.load(
+                dict(self.tensors),
+                storage_reader=self.reader,
+                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=ranks.group,
+                no_dist=not ranks.joined,
+            )
+
+    def hand_over(self, ready: dict[str, Any]) -> None:
+        """Call each ``load_state_dict``; random streams come last, so that no other draws from them."""
+        for name in sorted(ready, key=lambda name: isinstance(self.states[name], RngState)):
+            self.states[name].load_state_dict(ready[name])
+
+
+def _numbered_states(obj: Stateful, node: Json) -> set[int] | None:
+    """The parameter numbers with a saved state, for an optimizer that saves as torch's do; else None."""
+    if not isinstance(obj, torch.optim.Optimizer) or type(obj).state_dict is not torch.optim.Optimizer.state_dict:
+        return None
+    inner = node.get("state") if isinstance(node, dict) else None
+    if inner == {}:
+        return set()
+    kind, pairs = state.tagged(inner) if isinstance(inner, dict) else (None, None)
+    keys = [pair[0] for pair in pairs] if kind == "$dict" and isinstance(pairs, list) else []
+    return set(keys) if keys and all(type(key) is int for key in keys) else None
