@@ -1,4 +1,9 @@
-"""kforge-data."""
+"""Text to tokens to rows to batches, in an order that is a function of seed and position.
+
+`tokenize_files` makes token shards of text, `TokenShards` opens them through memory maps, `Loader` hands out the
+batches of each optimizer step and resumes from a position on any number of processes. Names are imported when first
+used; `kforge_data.config` needs the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,59 @@ from typing import TYPE_CHECKING, Any
 from kforge_data._version import __version__
 
 if TYPE_CHECKING:
+    from kforge_data.batch import Batch as Batch
     from kforge_data.config import DataConfig as DataConfig
+    from kforge_data.corpus import CorpusReport as CorpusReport
+    from kforge_data.corpus import stdlib_documents as stdlib_documents
+    from kforge_data.corpus import write_stdlib_corpus as write_stdlib_corpus
+    from kforge_data.loader import Loader as Loader
+    from kforge_data.loader import evaluation_batches as evaluation_batches
+    from kforge_data.loader import evaluation_rows as evaluation_rows
+    from kforge_data.ngram import KneserNeyBigram as KneserNeyBigram
+    from kforge_data.ngram import NgramBaseline as NgramBaseline
+    from kforge_data.ngram import ngram_baseline as ngram_baseline
+    from kforge_data.order import Permutation as Permutation
+    from kforge_data.order import epoch_order as epoch_order
+    from kforge_data.packing import PackedRows as PackedRows
+    from kforge_data.packing import pack_rows as pack_rows
+    from kforge_data.shards import ShardWriter as ShardWriter
+    from kforge_data.shards import TokenShards as TokenShards
+    from kforge_data.sources import RowBlock as RowBlock
+    from kforge_data.sources import Source as Source
+    from kforge_data.tokenize import TokenizeReport as TokenizeReport
+    from kforge_data.tokenize import read_documents as read_documents
+    from kforge_data.tokenize import tokenize_files as tokenize_files
+    from kforge_data.tokenizer import Tokenizer as Tokenizer
+    from kforge_data.tokenizer import train_tokenizer as train_tokenizer
+    from kforge_data.verify import verify_shards as verify_shards
 
 # Public name -> the module it lives in. Nothing is imported until it is asked for.
 _HOME = {
+    "Batch": "batch",
+    "CorpusReport": "corpus",
     "DataConfig": "config",
+    "KneserNeyBigram": "ngram",
+    "Loader": "loader",
+    "NgramBaseline": "ngram",
+    "PackedRows": "packing",
+    "Permutation": "order",
+    "RowBlock": "sources",
+    "ShardWriter": "shards",
+    "Source": "sources",
+    "TokenShards": "shards",
+    "TokenizeReport": "tokenize",
+    "Tokenizer": "tokenizer",
+    "epoch_order": "order",
+    "evaluation_batches": "loader",
+    "evaluation_rows": "loader",
+    "ngram_baseline": "ngram",
+    "pack_rows": "packing",
+    "read_documents": "tokenize",
+    "stdlib_documents": "corpus",
+    "tokenize_files": "tokenize",
+    "train_tokenizer": "tokenizer",
+    "verify_shards": "verify",
+    "write_stdlib_corpus": "corpus",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -1,0 +1,235 @@
+"""The command `kforge-data`. Heavy imports happen inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kforge_data._version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAULTS_FOUND = 1
+USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns 0, 1 when `verify` finds faults, or 2 with one line on stderr for a user's mistake."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, OSError) as error:
+        print(f"kforge-data {arguments.command}: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"kforge-data {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="kforge-data", description="Text to token shards, and a look at what they hold.", allow_abbrev=False
+    )
+    top.add_argument("--version", action="version", version=f"kforge-data {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+
+    corpus = _command(commands, "corpus", _corpus, "gather text that is on this machine, as JSONL documents")
+    corpus.add_argument("which", choices=["stdlib"], help="stdlib: the sources of the running Python's library")
+    corpus.add_argument("--out", required=True, metavar="FILE", help="the .jsonl file to write")
+
+    train = _command(commands, "train-tokenizer", _train_tokenizer, "train a byte-level BPE tokenizer on text")
+    _add_inputs(train)
+    train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
+    train.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens, special ones included")
+
+    tokenize = _command(commands, "tokenize", _tokenize, "turn .jsonl and .txt files into token shards")
+    _add_inputs(tokenize)
+    tokenize.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json, or a folder with one")
+    tokenize.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
+    tokenize.add_argument(
+        "--heldout",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="put this share of documents, chosen by a hash of the text, into FOLDER/heldout and the others into "
+        "FOLDER/train (default 0: all into FOLDER)",
+    )
+    tokenize.add_argument("--dtype", default="auto", help="auto (by vocabulary), uint16 or uint32")
+    tokenize.add_argument("--shard-tokens", type=int, default=1 << 28, metavar="N", help="tokens of one file")
+    tokenize.add_argument("--workers", type=int, default=0, metavar="N", help="processes (0: threads of this one)")
+    tokenize.add_argument("--end-of-text", metavar="TOKEN", help="token that ends a document (default: by usual names)")
+    tokenize.add_argument("--parse-special", action="store_true", help="special-token strings in text become their ids")
+    tokenize.add_argument("--overwrite", action="store_true", help="replace shards that are there")
+
+    inspect = _command(commands, "inspect", _inspect, "show what a folder of token shards holds")
+    inspect.add_argument("shards", metavar="FOLDER")
+    inspect.add_argument("--tokenizer", metavar="FILE", help="show documents as text")
+    inspect.add_argument("--documents", type=int, default=0, metavar="N", help="show the first N documents")
+    inspect.add_argument("--characters", type=int, default=300, metavar="N", help="so much of each (default 300)")
+    inspect.add_argument("--json", action="store_true", help="machine-readable")
+
+    verify = _command(commands, "verify", _verify, "read token shards whole and compare them with their index")
+    verify.add_argument("shards", nargs="+", metavar="FOLDER")
+
+    ngram = _command(commands, "ngram", _ngram, "losses that counting reaches: unigram and Kneser-Ney bigram")
+    ngram.add_argument("--train", required=True, metavar="FOLDER", help="shards to count")
+    ngram.add_argument("--heldout", required=True, metavar="FOLDER", help="shards to score")
+    ngram.add_argument("--row-tokens", type=int, required=True, metavar="N", help="row length of the model")
+    ngram.add_argument("--max-rows", type=int, default=0, metavar="N", help="score so many rows (default 0: all)")
+    ngram.add_argument("--json", action="store_true", help="machine-readable")
+    return top
+
+
+def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_inputs(command: argparse.ArgumentParser) -> None:
+    command.add_argument("inputs", nargs="+", metavar="INPUT", help=".jsonl or .txt files, or folders of them")
+    command.add_argument("--field", default="text", metavar="KEY", help="key of the text in a record (default text)")
+    command.add_argument(
+        "--txt-documents",
+        default="file",
+        metavar="UNIT",
+        help="a document of a .txt: file (default), line or paragraph",
+    )
+    command.add_argument("--strict", action="store_true", help="a document without text is an error")
+    command.add_argument("--max-bad-lines", type=int, default=0, metavar="N", help="skip so many broken lines")
+
+
+def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("field", "txt_documents", "strict", "max_bad_lines")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _corpus(arguments: argparse.Namespace) -> int:
+    from kforge_data.corpus import write_stdlib_corpus
+
+    report = write_stdlib_corpus(arguments.out)
+    print(
+        f"{arguments.out}: {report.documents:,} documents, {report.text_bytes / 1e6:.1f} MB of text "
+        f"({report.skipped} files empty or not UTF-8 left out)"
+    )
+    return 0
+
+
+def _train_tokenizer(arguments: argparse.Namespace) -> int:
+    from kforge_data.tokenize import read_documents
+    from kforge_data.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(
+        read_documents(arguments.inputs, **_reading(arguments)), vocab_size=arguments.vocab_size
+    )
+    tokenizer.save(arguments.out)
+    short = "" if tokenizer.vocab_size == arguments.vocab_size else " (the text gave no more than that)"
+    print(f"{arguments.out}: {tokenizer.vocab_size:,} tokens{short}, {tokenizer.fingerprint[:19]}")
+    return 0
+
+
+def _tokenize(arguments: argparse.Namespace) -> int:
+    from kforge_data.tokenize import tokenize_files
+    from kforge_data.tokenizer import Tokenizer
+
+    report = tokenize_files(
+        arguments.inputs,
+        arguments.out,
+        tokenizer=Tokenizer.load(arguments.tokenizer, end_of_text=arguments.end_of_text),
+        heldout=arguments.heldout,
+        dtype=arguments.dtype,
+        shard_tokens=arguments.shard_tokens,
+        workers=arguments.workers,
+        parse_special=arguments.parse_special,
+        overwrite=arguments.overwrite,
+        **_reading(arguments),
+    )
+    for shards in (report.train, report.heldout):
+        if shards is not None:
+            print(_summary(shards))
+    if report.empty or report.bad_lines:
+        print(f"left out: {report.empty:,} documents without text, {report.bad_lines:,} broken lines")
+    return 0
+
+
+def _summary(shards: Any) -> str:
+    ratio = f", {shards.text_bytes / shards.tokens:.2f} bytes a token" if shards.tokens else ""
+    files = len(shards.index.shards)
+    return (
+        f"{shards.path}: {shards.documents:,} documents, {shards.tokens:,} tokens of {shards.dtype.name} in "
+        f"{files} shard{'' if files == 1 else 's'}{ratio}"
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from kforge_data.shards import TokenShards
+    from kforge_data.tokenizer import Tokenizer
+
+    shards = TokenShards(arguments.shards)
+    tokenizer = Tokenizer.load(arguments.tokenizer) if arguments.tokenizer else None
+    if tokenizer:
+        shards.check_tokenizer(tokenizer)
+    documents: list[dict[str, Any]] = []
+    for number in range(min(arguments.documents, shards.documents)):
+        ids = shards.document(number)
+        shown = ids[: arguments.characters]  # a token is at least a character, but for special ones
+        text = tokenizer.decode(shown)[: arguments.characters] if tokenizer else " ".join(map(str, shown))
+        documents.append({"document": number, "tokens": len(ids), "text" if tokenizer else "ids": text})
+    if arguments.json:
+        answer = json.loads(shards.index.to_json())
+        answer["fingerprint"] = shards.fingerprint
+        answer["shown"] = documents
+        print(json.dumps(answer, indent=1, ensure_ascii=False))
+        return 0
+    index = shards.index
+    print(_summary(shards))
+    print(f"vocabulary {index.vocab_size:,}, end of text {index.eos_id}, {index.text_bytes:,} bytes of text")
+    print(f"{index.skipped_documents:,} documents without text were skipped")
+    print(f"tokenizer   {index.tokenizer or '(none recorded)'}")
+    print(f"fingerprint {shards.fingerprint}")
+    for entry in documents:
+        print(f"--- document {entry['document']}, {entry['tokens']:,} tokens")
+        print(entry.get("text", entry.get("ids")))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from kforge_data.verify import verify_shards
+
+    found = 0
+    for folder in arguments.shards:
+        faults = verify_shards(folder)
+        found += len(faults)
+        for fault in faults:
+            print(fault, file=sys.stderr)
+        print(f"{folder}: {'damaged' if faults else 'whole'}")
+    return FAULTS_FOUND if found else 0
+
+
+def _ngram(arguments: argparse.Namespace) -> int:
+    from kforge_data.ngram import ngram_baseline
+    from kforge_data.shards import TokenShards
+
+    result = ngram_baseline(
+        TokenShards(arguments.train),
+        TokenShards(arguments.heldout),
+        row_tokens=arguments.row_tokens,
+        max_rows=arguments.max_rows,
+    )
+    if arguments.json:
+        print(json.dumps(result._asdict(), indent=1))
+        return 0
+    print(f"{result.tokens:,} scored tokens, discount {result.discount:.3f}")
+    print(f"unigram            {result.unigram_nats:.4f} nats a token, {result.unigram_bits_per_byte:.4f} bits a byte")
+    print(f"Kneser-Ney bigram  {result.bigram_nats:.4f} nats a token, {result.bigram_bits_per_byte:.4f} bits a byte")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,364 @@
+"""The loader: the batches of each optimizer step, in an order that is a function of (seed, position).
+
+Position p, counted over all processes from the first row of the first epoch, leads to one row. Step k of a run with
+`global_rows` = G takes positions k*G to (k+1)*G - 1, and rank r of W the r-th of W equal parts of them. So the state
+is the position and what identifies the sequence; the number of processes, the microbatch and the read-ahead threads
+decide who reads a row, never which rows a step has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from kforge_data.sources import Source
+
+_STATE_VERSION = 1
+
+
+class Loader:
+    """Hands out this rank's microbatches of one optimizer step after the other.
+
+    Args:
+        source: where rows come from, e.g. `TokenShards("shards/train")`.
+        row_tokens: S, the length of a row in tokens.
+        global_rows: G, rows of one optimizer step over all processes.
+        rank, world: this process and how many there are. They may change at every resume.
+        seed: chooses the order.
+        microbatch_rows: B, rows of one batch; None takes all of G/world. world * B must divide G.
+        shuffle: a new pseudo-random order for every epoch; False: rows as they lie.
+        isolate_documents: positions restart and boundaries are given per document; False: a row is one text.
+            Labels never cross a document either way.
+        workers: threads that read ahead; 0 reads when asked. The order does not depend on it.
+        device: where tensors go. For CUDA they are pinned on the host and copied without waiting.
+        epochs: None goes on for ever; the rows of the next epoch follow in the same step where one ends inside it.
+            A number ends there: the last step is filled up with rows of padding, whose labels are all -100, so that
+            every rank has the same number of batches. Nothing is ever dropped.
+
+    An epoch has each row once. ValueError for a source without rows, or sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        row_tokens: int,
+        global_rows: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 1,
+        microbatch_rows: int | None = None,
+        shuffle: bool = True,
+        isolate_documents: bool = True,
+        workers: int = 1,
+        device: str | torch.device = "cpu",
+        epochs: int | None = None,
+    ) -> None:
+        self._rank_rows, self._microbatch_rows = _split(global_rows, rank, world, microbatch_rows)
+        if workers < 0:
+            raise ValueError(f"workers = {workers} must be 0 (no read-ahead) or more")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs = {epochs} must be at least 1, or None to go on for ever")
+        self._rows = _rows_or_error(source, row_tokens)
+        self._source, self._row_tokens, self._global_rows = source, row_tokens, global_rows
+        self._rank, self._seed, self._shuffle = rank, seed, shuffle
+        self._isolate_documents, self._device = isolate_documents, torch.device(device)
+        self._cu_length = (
+            cu_seqlens_length(source, row_tokens=row_tokens, microbatch_rows=self._microbatch_rows)
+            if isolate_documents
+            else None
+        )
+        self._end = None if epochs is None else epochs * self._rows
+        self._position = 0
+        # Steps are counted from here: the start of the run, or the resume that changed global_rows.
+        self._base_step, self._base_position = 0, 0
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kforge-data") if workers else None
+        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead_count = self._microbatches + workers
+        self._read_position, self._read_microbatch = 0, 0
+        self._closed = False
+
+    # Where it stands.
+
+    @property
+    def position(self) -> int:
+        """Rows consumed so far over all processes; padding does not count."""
+        return self._position
+
+    @property
+    def step(self) -> int:
+        """Number of the step that `next` gives next, from 0."""
+        return self._base_step + -(-(self._position - self._base_position) // self._global_rows)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch in which the next row lies, from 0."""
+        return self._position // self._rows
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of one epoch."""
+        return self._rows
+
+    def rows_of(self, steps: range) -> NDArray[np.int64]:
+        """Row ids that these steps take, over all ranks, in order; int64, shorter where the last epoch ends.
+
+        ValueError for steps before a resume that changed global_rows: they were cut otherwise.
+        """
+        if len(steps) and min(steps) < self._base_step:
+            raise ValueError(
+                f"step {min(steps)} lies before step {self._base_step}, where a resume changed global_rows to "
+                f"{self._global_rows}; its rows are known to the loader of before"
+            )
+        first = self._base_position + (np.array(steps, np.int64) - self._base_step) * self._global_rows
+        positions = (first[:, None] + np.arange(self._global_rows)).reshape(-1)
+        if self._end is not None:
+            positions = positions[positions < self._end]
+        return self._rows_at(positions)
+
+    # Batches.
+
+    def next(self) -> list[Batch]:
+        """This rank's microbatches of the next step, on the device. StopIteration after the last epoch.
+
+        An error in a read-ahead thread is raised here, and the position stays: the step can be asked for again.
+        """
+        if self._closed:
+            raise ValueError("the loader is closed")
+        if self._end is not None and self._position >= self._end:
+            raise StopIteration
+        try:
+            batches = [to_device(self._take(), self._device) for _ in range(self._microbatches)]
+        except BaseException:
+            self._forget_ahead()
+            raise
+        self._position = self._after(self._position)
+        return batches
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        return self.next()
+
+    def _after(self, position: int) -> int:
+        return position + self._global_rows if self._end is None else min(position + self._global_rows, self._end)
+
+    @property
+    def _microbatches(self) -> int:
+        return self._rank_rows // self._microbatch_rows
+
+    def _take(self) -> Batch:
+        if self._pool is None:
+            return self._read(*self._advance())
+        while len(self._ahead) < self._ahead_count and (self._end is None or self._read_position < self._end):
+            self._ahead.append(self._pool.submit(self._read, *self._advance()))
+        return self._ahead.popleft().result()
+
+    def _advance(self) -> tuple[int, int]:
+        """(step position, microbatch) to read, and the cursor moved past it."""
+        this = (self._read_position, self._read_microbatch)
+        self._read_microbatch += 1
+        if self._read_microbatch == self._microbatches:
+            self._read_position, self._read_microbatch = self._after(self._read_position), 0
+        return this
+
+    def _read(self, step_position: int, microbatch: int) -> Batch:
+        offset = self._rank * self._rank_rows + microbatch * self._microbatch_rows
+        positions = step_position + offset + np.arange(self._microbatch_rows, dtype=np.int64)
+        row_ids = np.full(self._microbatch_rows, PADDING_ROW, np.int64)
+        here = positions if self._end is None else positions[positions < self._end]
+        row_ids[: len(here)] = self._rows_at(here)
+        return make_batch(
+            self._source,
+            row_ids,
+            row_tokens=self._row_tokens,
+            isolate_documents=self._isolate_documents,
+            cu_length=self._cu_length,
+            pin=self._device.type == "cuda",
+        )
+
+    def _rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._source.rows_at(positions, row_tokens=self._row_tokens, seed=self._seed, shuffle=self._shuffle)
+
+    def _forget_ahead(self) -> None:
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+        self._read_position, self._read_microbatch = self._position, 0
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sequence stands and which sequence it is: numbers and a fingerprint, the same on every rank."""
+        return {
+            "version": _STATE_VERSION,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "row_tokens": self._row_tokens,
+            "fingerprint": self._source.fingerprint,
+            "global_rows": self._global_rows,
+            "base_step": self._base_step,
+            "base_position": self._base_position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state. world, microbatch_rows, workers, device and isolate_documents may differ.
+
+        So may global_rows and epochs: the rows that follow are the same, cut into other steps. Another source, seed,
+        row_tokens or shuffle is another sequence, in which the position means nothing: ValueError that lists them.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"a loader state of version {state.get('version')}; this loader reads {_STATE_VERSION}")
+        ours = self.state_dict()
+        names = {"fingerprint": "source", "seed": "seed", "row_tokens": "row_tokens", "shuffle": "shuffle"}
+        differing = [
+            f"{label} was {_short(state.get(key))} and is {_short(ours[key])}"
+            for key, label in names.items()
+            if state.get(key) != ours[key]
+        ]
+        if differing:
+            raise ValueError(
+                "the saved position belongs to another sequence of rows: "
+                + "; ".join(differing)
+                + ". Resume with what it was saved with, or start the data anew by not loading this state"
+            )
+        position = int(state["position"])
+        if position < 0:
+            raise ValueError(f"a loader state with position {position}, which cannot be negative")
+        saved_rows, step, base = int(state["global_rows"]), int(state["base_step"]), int(state["base_position"])
+        if saved_rows == self._global_rows and (position - base) % saved_rows == 0:
+            self._base_step, self._base_position = step, base
+        else:  # steps from here on are cut otherwise than those before
+            self._base_step = step + -(-(position - base) // saved_rows)
+            self._base_position = position
+        self._position = position
+        self._forget_ahead()
+
+    def close(self) -> None:
+        """Stop reading ahead. The state stays readable; `next` is an error from here on."""
+        self._closed = True
+        self._forget_ahead()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def evaluation_rows(source: Source, *, row_tokens: int, max_rows: int = 0) -> NDArray[np.int64]:
+    """Rows that an evaluation reads: all of them, or `max_rows` spread evenly over the source. int64, ascending."""
+    if max_rows < 0:
+        raise ValueError(f"max_rows = {max_rows} must be 0 (all rows) or more")
+    rows = _rows_or_error(source, row_tokens)
+    count = min(max_rows, rows) if max_rows else rows
+    return np.arange(count, dtype=np.int64) * rows // count
+
+
+def evaluation_batches(
+    source: Source,
+    *,
+    row_tokens: int,
+    microbatch_rows: int,
+    rank: int = 0,
+    world: int = 1,
+    max_rows: int = 0,
+    isolate_documents: bool = True,
+    device: str | torch.device = "cpu",
+) -> Iterator[Batch]:
+    """One pass over `evaluation_rows`, in order, each row on exactly one rank.
+
+    Every rank yields the same number of batches of `microbatch_rows` rows; what is missing at the end are rows of
+    padding whose labels are all -100. The mean over ranks must therefore be Σ nll / Σ scored tokens.
+    """
+    if microbatch_rows < 1:
+        raise ValueError(f"microbatch_rows = {microbatch_rows} must be at least 1")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank = {rank} is not one of {world} processes, counted from 0")
+    rows = evaluation_rows(source, row_tokens=row_tokens, max_rows=max_rows)
+    return _evaluation_batches(
+        source, rows, row_tokens, microbatch_rows, rank, world, isolate_documents, torch.device(device)
+    )
+
+
+def _evaluation_batches(
+    source: Source,
+    rows: NDArray[np.int64],
+    row_tokens: int,
+    microbatch_rows: int,
+    rank: int,
+    world: int,
+    isolate_documents: bool,
+    device: torch.device,
+) -> Iterator[Batch]:
+    cu_length = (
+        cu_seqlens_length(source, row_tokens=row_tokens, microbatch_rows=microbatch_rows) if isolate_documents else None
+    )
+    for start in range(0, len(rows), world * microbatch_rows):
+        here = rows[start + rank * microbatch_rows :][:microbatch_rows]
+        row_ids = np.full(microbatch_rows, PADDING_ROW, np.int64)
+        row_ids[: len(here)] = here
+        batch = make_batch(
+            source,
+            row_ids,
+            row_tokens=row_tokens,
+            isolate_documents=isolate_documents,
+            cu_length=cu_length,
+            pin=device.type == "cuda",
+        )
+        yield to_device(batch, device)
+
+
+def _split(global_rows: int, rank: int, world: int, microbatch_rows: int | None) -> tuple[int, int]:
+    """(rows of one rank in a step, rows of one microbatch), or a ValueError that says what to change."""
+    if global_rows < 1:
+        raise ValueError(f"global_rows = {global_rows} must be at least 1")
+    if world < 1 or not 0 <= rank < world:
+        raise ValueError(f"rank = {rank} is not one of {world} processes, counted from 0")
+    if global_rows % world:
+        lower, upper = global_rows // world * world, -(-global_rows // world) * world
+        choice = f"{lower} or {upper}" if lower else str(upper)
+        raise ValueError(
+            f"global_rows = {global_rows} cannot be shared evenly by {world} data-parallel processes; "
+            f"set global_rows to {choice}"
+        )
+    rank_rows = global_rows // world
+    if microbatch_rows is None:
+        return rank_rows, rank_rows
+    if microbatch_rows < 1:
+        raise ValueError(f"microbatch_rows = {microbatch_rows} must be at least 1")
+    if rank_rows % microbatch_rows:
+        divisors = [n for n in range(1, min(rank_rows, microbatch_rows) + 1) if rank_rows % n == 0]
+        raise ValueError(
+            f"microbatch_rows = {microbatch_rows} does not divide the {rank_rows} rows that each of {world} processes "
+            f"has of global_rows = {global_rows}; set microbatch_rows to {divisors[-1]}, or another divisor"
+        )
+    return rank_rows, microbatch_rows
+
+
+def _rows_or_error(source: Source, row_tokens: int) -> int:
+    rows = source.row_count(row_tokens)
+    if rows < 1:
+        raise ValueError(f"{source!r} holds no tokens, so there is nothing to read; tokenize some text first")
+    return rows
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else text[:24] + "…"

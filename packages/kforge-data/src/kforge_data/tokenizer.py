@@ -1,0 +1,167 @@
+"""Byte-level BPE: train one, load one, and turn text into ids and back.
+
+The work is done by the `tokenizers` library; this module fixes what must not vary: text is encoded without adding or
+recognising special tokens, and a tokenizer is known by a fingerprint of its definition.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+    from tokenizers import Tokenizer as _Library
+
+END_OF_TEXT = "<|endoftext|>"
+# Names under which public tokenizers carry their end-of-text token, in order of preference.
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+_BYTES = 256
+
+
+class Tokenizer:
+    """A tokenizer.json and what is done with it.
+
+    Args:
+        definition: the text of a tokenizer.json.
+        end_of_text: the token that ends documents. None looks for one under its usual names.
+    """
+
+    def __init__(self, definition: str, *, end_of_text: str | None = None) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            content = json.loads(definition)
+            self._plain: _Library = Library.from_str(definition)
+        except Exception as error:  # the library raises bare Exception for what it cannot parse
+            raise ValueError(f"not a tokenizer.json: {error}") from error
+        self._plain.encode_special_tokens = True  # their strings are text like any other
+        self._parsing: _Library | None = None
+        self._definition = definition
+        self._end_of_text = end_of_text
+        # Of the parsed definition, so that neither white space nor a release of the library changes it.
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        self.fingerprint: str = "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+    @classmethod
+    def load(cls, path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
+        """Read a tokenizer.json, or the one in a folder. ValueError if there is none or it is not one."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        try:
+            definition = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ValueError(f"{file} does not exist; train a tokenizer or name the tokenizer.json of one") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is not a tokenizer.json: it is not text") from None
+        try:
+            return cls(definition, end_of_text=end_of_text)
+        except ValueError as error:
+            raise ValueError(f"{file} is {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the tokenizer.json, whole or not at all."""
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(file.name + ".partial")
+        temporary.write_text(self._definition, encoding="utf-8")
+        os.replace(temporary, file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._definition, self._end_of_text)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are 0..vocab_size-1, special tokens included."""
+        ids = self._plain.get_vocab(with_added_tokens=True).values()
+        return 1 + max(ids, default=-1)
+
+    @property
+    def eos_id(self) -> int:
+        """Id of the token that ends documents. ValueError if the tokenizer has none of a known name."""
+        for name in (self._end_of_text,) if self._end_of_text else _KNOWN_ENDS:
+            found = self._plain.token_to_id(name)
+            if found is not None:
+                return int(found)
+        wanted = repr(self._end_of_text) if self._end_of_text else "one of " + ", ".join(_KNOWN_ENDS)
+        raise ValueError(f"the tokenizer has no end-of-text token {wanted}; say which of its tokens ends a document")
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Ids of a text. Nothing is added at either end.
+
+        Strings that look like special tokens stay text, so that a document cannot forge control tokens;
+        `parse_special=True` turns them into the special ids instead.
+        """
+        return list(self._library(parse_special).encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, parse_special: bool = False
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Ids of several texts laid end to end, uint32 [n], and how many each has, int64 [len(texts)].
+
+        Uses all cores, unless the environment variable TOKENIZERS_PARALLELISM is false.
+        """
+        encodings = self._library(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
+        lengths = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
+        flat = np.empty(int(lengths.sum()), np.uint32)
+        at = 0
+        for encoding, length in zip(encodings, lengths.tolist(), strict=True):
+            flat[at : at + length] = encoding.ids
+            at += length
+        return flat, lengths
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """Text of ids. Special tokens appear by name, or not at all with `skip_special`.
+
+        Bytes that are not UTF-8, as where a character is cut in two, become U+FFFD.
+        """
+        return self._plain.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def _library(self, parse_special: bool) -> _Library:
+        if not parse_special:
+            return self._plain
+        if self._parsing is None:  # a copy, as the switch belongs to the library's object
+            self._parsing = type(self._plain).from_str(self._definition)
+        return self._parsing
+
+
+def _rebuild(definition: str, end_of_text: str | None) -> Tokenizer:
+    return Tokenizer(definition, end_of_text=end_of_text)
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)
+) -> Tokenizer:
+    """Train a byte-level BPE (Sennrich et al., 2016; on bytes as in GPT-2) on texts. The same texts give the same one.
+
+    `vocab_size` counts the special tokens, which get the first ids, and the 256 bytes; short texts may not fill it.
+    Every string can be encoded and decoded again without loss.
+    """
+    smallest = _BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size = {vocab_size} is too small: {_BYTES} bytes and {len(special_tokens)} special tokens are "
+            f"{smallest} already"
+        )
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer=trainer)
+    return Tokenizer(library.to_str())
