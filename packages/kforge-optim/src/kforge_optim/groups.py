@@ -7,7 +7,7 @@ role                          what                                              
 ============================  ======================================================  ============  ===============
 ``norms_and_biases``          fewer than two dimensions, or called ``bias``           no            AdamW
 ``embeddings``                weights of ``nn.Embedding``, names with embed/wte/wpe   no            AdamW
-``head``                      owned by ``head``, ``lm_head`` or ``output``            yes           AdamW
+``head``                      owned by ``head``, ``lm_head``, or the root's ``output`` yes           AdamW
 ``routers``                   names with ``router``, or ``gate`` beside ``experts``   yes           AdamW
 ``matrices``                  everything else (two or more dimensions)                yes           Muon (2-D only)
 ============================  ======================================================  ============  ===============
@@ -35,9 +35,9 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _BIAS = re.compile(r"(^|[._])bias$")
 # "unembed" is a head, hence the look-behind.
 _EMBEDDING = re.compile(r"(?<!un)embed|(^|[._])(wte|wpe)([._]|$)", re.IGNORECASE)
-# The direct owner of the weight, or the root's own head of any depth: in "attention.output.dense.weight" the word
-# means something else.
-_HEAD = re.compile(r"(^|\.)(head|lm_head|output|unembed(ding)?)\.[^.]+$|^((lm_)?head|output)\.")
+# The direct owner of a weight, or of whatever lies under it near the root. "output" counts near the root only: in
+# "layers.0.attention.output.dense.weight" the word means something else.
+_HEAD = re.compile(r"(^|\.)(head|lm_head|unembed(ding)?)\.[^.]+$|^([^.]+\.)?(head|lm_head|output|unembed(ding)?)\.")
 _ROUTER = re.compile(r"(^|[._])router([._]|$)")
 
 

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kforge_optim import AdamW, OptimConfig, Slot, build_optimizer
+
+SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8}
+SHAPES = [(7, 5), (64, 33), (3,), (1,), (2, 3, 4)]
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
+
+
+def set_gradients(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype)
+
+
+def slots(weights: list[nn.Parameter], algorithm: AdamW) -> list[Slot]:
+    return [Slot(f"p{i}", weight, algorithm.init_state(weight)) for i, weight in enumerate(weights)]
+
+
+@torch.no_grad()
+def update(algorithm: AdamW, of: list[Slot], lr: float, scale: Tensor | None = None, gate: Tensor | None = None):  # type: ignore[no-untyped-def]
+    algorithm.update(of, lr=lr, weight_decay=0.1, scale=scale, gate=gate)
+
+
+def test_equals_torch_in_float64() -> None:
+    ours, theirs = parameters(torch.float64), parameters(torch.float64)
+    algorithm = AdamW(**SETTINGS)
+    of = slots(ours, algorithm)
+    reference = torch.optim.AdamW(theirs, lr=1.0, weight_decay=0.1, foreach=False, **SETTINGS)
+    for step in range(50):
+        lr = 1e-2 * (1 + math.sin(step))
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        update(algorithm, of, lr)
+        reference.param_groups[0]["lr"] = lr
+        reference.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_equals_the_formula() -> None:
+    (weight,) = (nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64)),)
+    algorithm = AdamW(**SETTINGS)
+    of = slots([weight], algorithm)
+    w, m, v = weight.detach().clone(), torch.zeros(1, 2).double(), torch.zeros(1, 2).double()
+    for step in range(1, 51):
+        set_gradients([weight], step)
+        assert weight.grad is not None
+        g = weight.grad.clone()
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        w = w - 1e-2 * 0.1 * w - 1e-2 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        update(algorithm, of, 1e-2)
+    torch.testing.assert_close(weight.detach(), w, rtol=1e-12, atol=1e-12)
+    assert of[0].state["step"] == 50
+
+
+def test_bit_equal_to_torch_fused_in_float32() -> None:
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    algorithm = AdamW(**SETTINGS)
+    of = slots(ours, algorithm)
+    reference = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True, **SETTINGS)
+    for step in range(20):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        update(algorithm, of, 1e-2, gate=torch.tensor(1.0))
+        reference.step()
+    for slot, other in zip(of, theirs, strict=True):
+        assert torch.equal(slot.parameter, other)
+        assert all(torch.equal(slot.state[kind], reference.state[other][kind]) for kind in slot.state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1.0])
+def test_gate_0_changes_no_bit(dtype: torch.dtype, poison: float) -> None:
+    weights = parameters(dtype)
+    weights[0].data[0, 0] = -0.0
+    algorithm = AdamW(**SETTINGS)
+    of = slots(weights, algorithm)
+    set_gradients(weights, 0)
+    update(algorithm, of, 1e-2)
+    before = [{"w": slot.parameter.detach().clone(), **{k: t.clone() for k, t in slot.state.items()}} for slot in of]
+    set_gradients(weights, 1)
+    for weight in weights:
+        assert weight.grad is not None
+        weight.grad.view(-1)[0] = poison
+    update(algorithm, of, 1e-2, scale=torch.tensor(0.5), gate=torch.tensor(0.0))
+    for slot, old in zip(of, before, strict=True):
+        for kind, tensor in {"w": slot.parameter.detach(), **slot.state}.items():
+            assert tensor.reshape(-1).view(torch.uint8).equal(old[kind].reshape(-1).view(torch.uint8)), kind
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+def test_scale_multiplies_the_gradients(dtype: torch.dtype, bound: float) -> None:
+    scaled, plain = parameters(dtype), parameters(dtype)
+    algorithm = AdamW(**SETTINGS)
+    of, reference = slots(scaled, algorithm), slots(plain, algorithm)
+    for step in range(5):
+        factor = torch.tensor(0.37 / (step + 1), dtype=dtype)
+        set_gradients(scaled, step)
+        set_gradients(plain, step)
+        for weight in plain:
+            assert weight.grad is not None
+            weight.grad.mul_(factor)
+        update(algorithm, of, 1e-2, scale=factor, gate=torch.tensor(1.0))
+        update(algorithm, reference, 1e-2)
+    for mine, other in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
+
+
+def test_law_6_weights_of_1_move_at_3e_4() -> None:
+    model = nn.LayerNorm(16)
+    optimizer = build_optimizer(model, OptimConfig(lr=3e-4, schedule="none"), 10)
+    model.weight.grad = torch.ones(16)
+    optimizer.step()
+    assert bool((model.weight < 1 - 2.9e-4).all())
+    with pytest.raises(ValueError, match="keep weights in float32"):
+        build_optimizer(nn.LayerNorm(16, dtype=torch.bfloat16), OptimConfig(), 10)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = build_optimizer(model, OptimConfig(), 10)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizer.step()

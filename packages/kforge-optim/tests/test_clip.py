@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from kforge_optim import clip
+from kforge_testing import run_ranks
+
+NORMS = (1.0, 2.0, 3.0, math.inf)
+
+
+def with_gradient(grad: Tensor | None) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(grad) if grad is not None else torch.zeros(2))
+    parameter.grad = grad
+    return parameter
+
+
+def reference(grads: list[Tensor], p: float) -> float:
+    flat = torch.cat([grad.flatten().double() for grad in grads])
+    return float(flat.abs().max() if math.isinf(p) else (flat.abs() ** p).sum() ** (1 / p))
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_one_process(values: list[list[float]]) -> None:
+    grads = [torch.tensor(value, dtype=torch.float64) for value in values]
+    for p in NORMS:
+        norm = clip.total_norm([with_gradient(grad) for grad in grads], norm_type=p)
+        assert norm.dtype == torch.float64 and norm.shape == ()
+        assert float(norm) == pytest.approx(reference(grads, p), rel=1e-12)
+
+
+def test_tied_once_without_gradient_skipped_and_nothing_at_all() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    model["a"].weight.grad = torch.full((2, 2), 2.0)
+    weight = model["a"].weight
+    for given_as in (model, model.named_parameters(remove_duplicate=False), [weight, weight, with_gradient(None)]):
+        norm = clip.total_norm(given_as)
+        assert norm == 4.0 and norm.dtype == torch.float32
+    for p in NORMS:
+        assert clip.total_norm([], norm_type=p) == 0
+        assert clip.total_norm([with_gradient(None)], norm_type=p) == 0
+
+
+def test_bad_arguments() -> None:
+    for p in (0, -1, math.nan):
+        with pytest.raises(ValueError, match="norm_type"):
+            clip.total_norm([], norm_type=p)
+    with pytest.raises(ValueError, match="stages = 2 does not divide"):
+        clip.total_norm([], stages=2)
+    with pytest.raises(ValueError, match="clip_norm = -1"):
+        clip.clip_factor(torch.tensor(1.0), -1)
+
+
+def test_factor_equals_torch() -> None:
+    for norm in (0.0, 0.3, 1.0, 1.0 + 1e-6, 5.0, 1e30):
+        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        parameter.grad = torch.tensor([norm], dtype=torch.float64)
+        factor = clip.clip_factor(clip.total_norm([parameter]), 1.0)
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+        assert factor * norm == pytest.approx(float(parameter.grad), rel=1e-12)
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_c42_norm_is_seen_and_factor_is_1(poison: float) -> None:
+    norm = clip.total_norm([with_gradient(torch.tensor([1.0, poison])), with_gradient(torch.ones(3))])
+    assert math.isnan(norm) if math.isnan(poison) else norm == math.inf
+    for max_norm in (0.0, 1.0):
+        assert clip.clip_factor(norm, max_norm) == 1.0
+
+
+def _stages(rank: int, world: int, case: str, p: float) -> tuple[float, float, int]:
+    """Each rank is a pipeline stage: its gradients have norm 3 or 4."""
+    holding = {}
+    if case == "planted":
+        named = [("w", with_gradient(torch.tensor([3.0 + rank, 0.0])))]
+    elif case == "idle":
+        named = [("w", with_gradient(torch.tensor([5.0]) if rank else None))]
+    elif case == "nothing":
+        named = [] if rank == 0 else [("w", with_gradient(torch.tensor([5.0])))]
+    else:
+        named = [("embed", with_gradient(torch.tensor([2.0]))), ("w", with_gradient(torch.tensor([3.0 + rank])))]
+        holding = {"embed": 2}
+    with CommDebugMode() as seen:
+        norm = clip.total_norm(named, norm_type=p, stages=2, stages_holding=holding)
+    return float(norm), float(clip.clip_factor(norm, 1.0)), seen.get_total_counts()
+
+
+@pytest.mark.parametrize(
+    ("case", "p", "expected"),
+    [
+        ("planted", 2.0, 5.0),
+        ("planted", 1.0, 7.0),
+        ("planted", math.inf, 4.0),
+        ("idle", 2.0, 5.0),
+        ("idle", math.inf, 5.0),
+        ("nothing", 2.0, 5.0),
+        ("tied", 2.0, math.sqrt(29)),
+        ("tied", 1.0, 9.0),
+    ],
+)
+def test_c16_pipeline_stages(case: str, p: float, expected: float) -> None:
+    results = run_ranks(_stages, 2, case, p)
+    for norm, factor, _ in results:
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert factor == pytest.approx(1 / expected, rel=1e-5)
+    assert results[0][0] == results[1][0]
+
+
+def _gradients() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = {"dense": (6, 10), "uneven": (3, 5), "experts": (4, 5, 3), "norm": (7,), "plain": (4,), "tiny": (1, 2)}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def _mixed_meshes(rank: int, world: int) -> dict[str, Any]:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    experts = init_device_mesh("cpu", (1, 4), mesh_dim_names=("efsdp", "ep"))
+    flat = init_device_mesh("cpu", (4,))
+    layouts: dict[str, tuple[DeviceMesh, list[Placement]]] = {
+        "dense": (two, [Shard(0), Shard(1)]),
+        "uneven": (flat, [Shard(0)]),
+        "experts": (experts, [Shard(1), Shard(0)]),
+        "norm": (two, [Shard(0), Replicate()]),
+        "tiny": (two["fsdp"], [Shard(0)]),
+    }
+    parameters = []
+    for name, grad in _gradients().items():
+        if name in layouts:
+            parameters.append(with_gradient(distribute_tensor(grad, *layouts[name])))
+        else:
+            parameters.append(with_gradient(grad))
+    # Only a Partial gradient, as tensor parallelism leaves it on a replicated norm: each rank has a quarter.
+    partial = nn.Parameter(distribute_tensor(torch.zeros(3, dtype=torch.float64), flat, [Replicate()]))
+    partial.grad = DTensor.from_local(torch.full((3,), 0.25, dtype=torch.float64), flat, [Partial()])
+    parameters.append(partial)
+    clip.total_norm(parameters)
+    assert partial.grad.placements == (Replicate(),)
+    with CommDebugMode() as seen:
+        norms = {p: float(clip.total_norm(parameters, norm_type=p)) for p in NORMS}
+    return {"norms": norms, "functional": seen.get_total_counts()}
+
+
+def test_mixed_meshes_equal_one_process() -> None:
+    grads = [*_gradients().values(), torch.ones(3)]
+    results = run_ranks(_mixed_meshes, 4)
+    for result in results:
+        for p in NORMS:
+            assert result["norms"][p] == pytest.approx(reference(grads, p), rel=1e-13)
+        assert result == results[0]  # the same bits
+
+
+def _plain(rank: int, world: int) -> float:
+    return float(clip.total_norm([with_gradient(torch.tensor([3.0, 4.0]))]))
+
+
+def test_plain_tensors_are_alike_on_all_ranks() -> None:
+    assert run_ranks(_plain, 3) == [5.0] * 3
