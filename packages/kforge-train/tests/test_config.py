@@ -20,7 +20,7 @@ from kforge_train.schema import Leaf, field_kinds, leaves
 PACKAGES = ["model", "parallel", "data", "optim", "ckpt", "resilience", "metrics", "train"]
 LEAVES = list(leaves(JobConfig))
 
-# Another value where the type alone does not give one, and companions that it needs.
+# Another value where the type and the default do not give one, and companions that it needs.
 OTHER: dict[str, Any] = {
     "model.n_kv_heads": 2,
     "model.head_dim": 32,
@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {
     "parallel.dp_shard": 2,
     "data.microbatch_rows": 4,
     "optim.name": "muon",
+    "optim.muon_ns_dtype": "float32",
     "optim.schedule": "wsd",
     "optim.adamw_lr": 1e-3,
     "optim.betas": [0.8, 0.9],
