@@ -1,0 +1,330 @@
+"""The numbers of a training loop, gathered on the device and read when a log line is due.
+
+`Tracker.step` puts device scalars into a small buffer and returns. When a line is due, the buffer is copied to the host
+while the device goes on, and read at the next step, by when the copy is long done: the loop never waits for a number
+that it only wants to print.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kforge_metrics import throughput
+from kforge_metrics.events import Event
+from kforge_metrics.memory import PeakMemory
+
+if TYPE_CHECKING:
+    from kforge_metrics.sinks import Sink
+
+_log = logging.getLogger("kforge_metrics")
+
+LOSS, NORM, TOKENS, SCORED, SKIPPED = range(5)  # columns of the buffer
+
+
+@dataclass
+class _Interval:
+    """The steps since the last log line."""
+
+    started: float
+    paused_s: float = 0.0
+    waited_s: float = 0.0
+    first_timed: int = 0
+    """Rows before this one are not timed: the first step of a process, which compiles and allocates."""
+    rows: int = 0
+    numbers: dict[tuple[int, int], float] = field(default_factory=dict)
+    """What came as Python numbers, by row and column; the rest is in the device's buffer."""
+
+
+@dataclass
+class _Due:
+    """A closed interval whose numbers are on their way to the host."""
+
+    step: int
+    time: float
+    elapsed_s: float
+    interval: _Interval
+    table: Tensor
+    copied: torch.cuda.Event | None
+    values: dict[str, Any]
+
+
+class Tracker:
+    """Loss, norm, rate, throughput, MFU and memory of a run, as events for the sinks.
+
+    A "step" event every ``every_steps`` steps (where the step number divides, and at ``total_steps``) with the means
+    over the steps since the last one:
+
+    - ``loss``: mean weighted by scored tokens over the accepted steps; ``grad_norm``: their plain mean. Where every
+      step was skipped, the means of all, so that what made them skip is seen as it was.
+    - ``tokens_per_s`` of all devices, ``step_s``, ``data_s`` (of it, waiting for data), ``mfu``, ``mfu_palm``. None
+      where not known: no time passed, no FLOPs given, unknown device.
+    - ``lr`` of the last step, ``steps``, ``skipped`` of the interval; ``tokens_total`` and ``skipped_total`` of the
+      run; ``peak_memory_bytes`` of this process's device in the interval.
+
+    **Time.** Throughput is that of the interval alone: tokens of its steps over its time, whatever the run had done
+    before a restart. Time inside `pause` does not count. The first step of a process, which compiles and allocates,
+    is not counted either (it is ``first_step_s`` of the first event), unless it is the only one of its interval.
+    Skipped steps count: they took time and consumed their tokens.
+
+    All ranks call it alike; only rank 0 sends events. A sink that fails is reported once and never stops the run.
+
+    ``world``: devices that work on the run together. ``flops_per_token``: forward and backward, with causal attention
+    counted once; ``flops_per_token_palm``: with the full square, as most others print it. ``peak_flops_per_device``:
+    by default that of ``device`` for bfloat16, see `peak_flops`. ``clock`` (seconds, any origin) and ``now`` (seconds
+    since 1970) are there for tests.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        every_steps: int = 10,
+        flops_per_token: float | None = None,
+        flops_per_token_palm: float | None = None,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        total_steps: int | None = None,
+        first_step: int = 0,
+        peak_flops_per_device: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        if every_steps < 1:
+            raise ValueError(f"every_steps = {every_steps} must be at least 1 step")
+        if world < 1:
+            raise ValueError(f"world = {world} must be at least 1 device")
+        self.sinks = list(sinks)
+        self.every_steps, self.total_steps, self.rank, self.world = every_steps, total_steps, rank, world
+        self.device = torch.device(device)
+        self.flops_per_token, self.flops_per_token_palm = flops_per_token, flops_per_token_palm
+        cuda = self.device.type == "cuda"
+        if peak_flops_per_device is None and cuda:
+            peak_flops_per_device = throughput.peak_flops(torch.cuda.get_device_name(self.device))
+        self.peak_flops_per_device = peak_flops_per_device
+        self.done_steps = first_step
+        """Steps done: the number that the last `step` was given."""
+        self.last: Event | None = None
+        """The last "step" event that was sent."""
+        self._clock, self._now = clock, now
+        self._tokens_total, self._skipped_total = 0, 0
+        self._memory = PeakMemory(self.device)
+        self._broken: set[int] = set()
+        self._buffer = torch.zeros(every_steps, 5, dtype=torch.float64, device=self.device)
+        self._host = torch.empty_like(self._buffer, device="cpu", pin_memory=True) if cuda else None
+        self._due: _Due | None = None
+        self._lr: float | None = None
+        self._has_norm = False
+        self._pauses, self._pause_started = 0, 0.0
+        self._first_step_s: float | None = None
+        self._fresh = True
+        self._interval = _Interval(started=clock())
+
+    def step(
+        self,
+        next_step: int,
+        *,
+        tokens: int | Tensor,
+        loss: float | Tensor,
+        norm: float | Tensor | None = None,
+        lr: float | None = None,
+        skipped: bool | int | Tensor = False,
+        scored_tokens: int | Tensor | None = None,
+    ) -> None:
+        """One optimizer step was given to the device; never waits for it.
+
+        next_step: steps done now (1 after the first). tokens: of the whole global batch. loss: its global mean over
+        scored tokens. norm: global gradient norm before clipping. lr: rate of this step. skipped: 1 when the step
+        changed no weight (``1 - gate``). scored_tokens: the loss's denominator, and so its weight in the mean; by
+        default ``tokens``. Tensors are 0-dim of any dtype; they are copied, and may be overwritten afterwards.
+        """
+        self._send_due()
+        if self._interval.rows == self.every_steps:
+            self._close_interval()  # steps that were not numbered one by one
+        row = self._interval.rows
+        scored = tokens if scored_tokens is None else scored_tokens
+        for column, value in ((LOSS, loss), (NORM, norm), (TOKENS, tokens), (SCORED, scored), (SKIPPED, skipped)):
+            if isinstance(value, Tensor):
+                self._buffer[row, column].copy_(value.detach())
+            elif value is not None:
+                self._interval.numbers[row, column] = float(value)
+            else:
+                self._interval.numbers[row, column] = math.nan
+        self._interval.rows += 1
+        self.done_steps, self._lr, self._has_norm = next_step, lr, norm is not None
+        due = next_step % self.every_steps == 0 or next_step == self.total_steps
+        if self._fresh:
+            self._fresh = False
+            at = self._clock()
+            self._first_step_s = self._elapsed(at)
+            if not due:
+                self._interval.started, self._interval.first_timed = at, 1
+                self._interval.paused_s = self._interval.waited_s = 0.0
+        if due:
+            self._close_interval()
+
+    def event(self, kind: str, step: int, values: dict[str, Any] | None = None) -> None:
+        """Send an event of any kind, after the step events before it ("stop" and "end": also the unfinished one)."""
+        if kind in ("stop", "end"):
+            self.flush()
+        self._send_due()
+        self._send(Event(kind, step, self._now(), self.rank, dict(values or {})))
+
+    def on_event(self, kind: str, values: dict[str, Any]) -> None:
+        """`event` in the shape that other packages call: the step is the value "step", or that of the last step."""
+        self.event(kind, int(values.get("step", self.done_steps)), values)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The time inside is not training: evaluation, saving. Waits for the device at both ends; nests."""
+        self._send_due()
+        self._synchronize()
+        if self._pauses == 0:
+            self._pause_started = self._clock()
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._pauses -= 1
+            if self._pauses == 0:
+                self._interval.paused_s += self._clock() - self._pause_started
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """The time inside is spent waiting for data: training time, and counted by itself as ``data_s``."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._interval.waited_s += self._clock() - started
+
+    def flush(self) -> None:
+        """Send what is gathered, also of an unfinished interval; waits for the device."""
+        self._send_due()
+        if self._interval.rows:
+            self._close_interval()
+            self._send_due()
+
+    def close(self) -> None:
+        """`flush`, then close the sinks."""
+        self.flush()
+        for sink in self.sinks:
+            self._guarded(sink, sink.close)
+
+    def state_dict(self) -> dict[str, int]:
+        """Totals of the run up to now, equal on all ranks; waits for the device."""
+        self._send_due()
+        rows = self._rows(self._interval, self._buffer.cpu())
+        return {
+            "tokens_total": self._tokens_total + round(sum(row[TOKENS] for row in rows)),
+            "skipped_total": self._skipped_total + sum(row[SKIPPED] > 0 for row in rows),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from these totals. Steps gathered so far are forgotten, and the clock starts anew."""
+        self._tokens_total = int(state["tokens_total"])
+        self._skipped_total = int(state["skipped_total"])
+        self._due, self._fresh, self._first_step_s = None, True, None
+        self._interval = _Interval(started=self._clock())
+
+    def _elapsed(self, at: float) -> float:
+        """Training time of the interval up to clock ``at``, also in the middle of a pause."""
+        running_pause = at - self._pause_started if self._pauses else 0.0
+        return at - self._interval.started - self._interval.paused_s - running_pause
+
+    def _close_interval(self) -> None:
+        at = self._clock()
+        interval, elapsed_s = self._interval, self._elapsed(at)
+        self._interval = _Interval(started=at)
+        self._pause_started = at  # of a pause that goes on, the rest belongs to the next interval
+        table, copied = self._buffer, None
+        if self._host is not None:
+            table = self._host
+            table.copy_(self._buffer, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self.device))
+        values = {"lr": self._lr, "peak_memory_bytes": self._memory.read()}
+        self._due = _Due(self.done_steps, self._now(), elapsed_s, interval, table, copied, values)
+        if copied is None:
+            self._send_due()
+
+    def _send_due(self) -> None:
+        if self._due is None:
+            return
+        due, self._due = self._due, None
+        if due.copied is not None:
+            due.copied.synchronize()
+        values = self._values(due)
+        self.last = Event("step", due.step, due.time, self.rank, values)
+        self._send(self.last)
+
+    def _values(self, due: _Due) -> dict[str, Any]:
+        interval = due.interval
+        rows = self._rows(interval, due.table)
+        timed = rows[interval.first_timed :]
+        accepted = [row for row in rows if not row[SKIPPED] > 0]
+        skipped = len(rows) - len(accepted)
+        self._tokens_total += round(sum(row[TOKENS] for row in rows))
+        self._skipped_total += skipped
+        shown = accepted or rows
+        per_s = throughput.tokens_per_second(sum(row[TOKENS] for row in timed), due.elapsed_s)
+        peak = self.peak_flops_per_device
+        values: dict[str, Any] = {
+            "loss": _mean([row[LOSS] for row in shown], [row[SCORED] for row in shown]),
+            "grad_norm": _mean([row[NORM] for row in shown]) if self._has_norm else None,
+            "lr": due.values["lr"],
+            "tokens_per_s": per_s,
+            "step_s": due.elapsed_s / len(timed) if per_s is not None else None,
+            "data_s": interval.waited_s / len(timed),
+            "mfu": throughput.mfu(per_s, self.flops_per_token, self.world, peak),
+            "mfu_palm": throughput.mfu(per_s, self.flops_per_token_palm, self.world, peak),
+            "tokens_total": self._tokens_total,
+            "steps": len(rows),
+            "skipped": skipped,
+            "skipped_total": self._skipped_total,
+            "peak_memory_bytes": due.values["peak_memory_bytes"],
+        }
+        if self._first_step_s is not None:
+            values["first_step_s"], self._first_step_s = self._first_step_s, None
+        return values
+
+    def _rows(self, interval: _Interval, table: Tensor) -> list[list[float]]:
+        rows: list[list[float]] = table[: interval.rows].tolist()
+        for (row, column), value in interval.numbers.items():
+            rows[row][column] = value
+        return rows
+
+    def _send(self, event: Event) -> None:
+        if self.rank != 0:
+            return
+        for sink in self.sinks:
+            self._guarded(sink, sink.emit, event)
+
+    def _guarded(self, sink: Sink, method: Callable[..., None], *args: Event) -> None:
+        try:
+            method(*args)
+        except Exception as error:
+            if id(sink) not in self._broken:
+                self._broken.add(id(sink))
+                _log.warning("%s does not work and may miss events; training goes on: %r", type(sink).__name__, error)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _mean(values: list[float], weights: list[float] | None = None) -> float:
+    if weights is None or not sum(weights) > 0:
+        weights = [1.0] * len(values)
+    # A weight of 0 takes its value out, also one that is not finite.
+    return sum(v * w for v, w in zip(values, weights, strict=True) if w > 0) / sum(weights)
