@@ -53,7 +53,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     elsewhere each product is rounded once to a's dtype and the sum over chunks stays wide.
     """
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        torch.addmm(total, a, b, out=total)
     elif a.is_cuda and total.dtype == torch.float32:
         total.add_(torch.mm(a, b, out_dtype=torch.float32))
     else:

@@ -8,23 +8,22 @@ float32 is off by 2e-3.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Rotary:
-    """The rotations of one forward pass, shared by all layers.
+    """The rotations of one forward pass, shared by all layers: cos and sin [B,S,1,Dh/2], float32 or wider.
 
-    No pytree, so FSDP's mixed precision, which casts the tensors among a module's arguments, leaves it alone.
+    A plain class on purpose: FSDP's mixed precision casts every floating tensor that it finds among the arguments of a
+    module, inside tuples, dicts and dataclasses too, and would round the tables to bf16.
     """
 
-    cos: Tensor
-    """[B,S,1,Dh/2], float32 or wider."""
-    sin: Tensor
-    """[B,S,1,Dh/2], float32 or wider."""
+    __slots__ = ("cos", "sin")
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
 
     @classmethod
     def at(cls, position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Deliberately no pytree: FSDP's mixed precision casts every floating tensor that it finds in a forward's arguments,
-# and what is no pytree travels as one piece, untouched.
-
 
 @dataclass(frozen=True)
 class Rows:
