@@ -133,3 +133,22 @@ def test_sparse_gradients_are_refused() -> None:
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()
+
+
+def test_gradients_with_other_strides_and_weights_with_gaps() -> None:
+    weights = [nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]
+    grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).t()
+    weights[0].grad, weights[1].grad = grad, grad.contiguous()
+    algorithm = AdamW(betas=(0.9, 0.95), eps=1.0)
+    update(algorithm, slots(weights, algorithm), 1e-2)
+    assert torch.equal(weights[0], weights[1])
+
+    gaps = nn.Parameter(torch.zeros(3, 8)[:, ::2])
+    gaps.grad = torch.ones(3, 4)
+    with pytest.raises(ValueError, match="make it contiguous"):
+        update(algorithm, slots([gaps], algorithm), 1e-2)
+
+    transposed = nn.Parameter(torch.zeros(4, 3).t())
+    transposed.grad = grad.contiguous()
+    update(algorithm, slots([transposed], algorithm), 1e-2)
+    assert torch.equal(transposed, weights[0])

@@ -238,14 +238,14 @@ def test_five_matrices_of_one_shape_take_one_gather_and_nothing_else() -> None:
         assert "all_gather" in next(iter(counts))
 
 
-def _fsdp_over_tp(rank: int, world: int) -> list[Tensor]:
+def _fsdp_over_tp(rank: int, world: int, name: str) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "tp"))
     model = _pair()
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["fsdp"])
     model.set_gradient_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)
-    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.02, schedule="none"), 10)
+    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.02, schedule="none"), 10)
     x = _inputs()
     for _ in range(3):
         rows = x.tensor_split(world // 2)[mesh["fsdp"].get_local_rank()]
@@ -265,13 +265,14 @@ def _inputs() -> Tensor:
     return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
 
 
-def test_c23_fsdp_over_tensor_parallel() -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_c23_fsdp_over_tensor_parallel(name: str) -> None:
     model = _pair()
-    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.02, schedule="none"), 10)
+    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.02, schedule="none"), 10)
     for _ in range(3):
         (model(_inputs()).square().sum() / 8).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for result in run_ranks(_fsdp_over_tp, 4):
+    for result in run_ranks(_fsdp_over_tp, 4, name):
         for weight, expected in zip(result, model.parameters(), strict=True):
             torch.testing.assert_close(weight, expected.detach(), rtol=0, atol=1e-10)

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from kforge_optim._torch import foreach_mul_
 from kforge_optim.algorithm import Slot, register_optimizer
 from kforge_optim.config import OptimConfig
-from kforge_optim.sharding import local, local_gradient
+from kforge_optim.sharding import local, local_gradient, same_strides
 
 
 class AdamW:
@@ -48,16 +48,23 @@ class AdamW:
         # the device, so the host never waits.
         found_inf = None if gate is None else 1 - gate.to(torch.float32)
         for dtype, batch in by_dtype.items():
-            grads = [local_gradient(slot.parameter) for slot in batch]
+            weights = [local(slot.parameter) for slot in batch]
+            grads = [_laid_out_as(w, local_gradient(slot.parameter)) for w, slot in zip(weights, batch, strict=True)]
+            exp_avgs = [local(slot.state["exp_avg"]) for slot in batch]
+            for weight, moment, slot in zip(weights, exp_avgs, batch, strict=True):
+                if not same_strides(weight, moment):
+                    raise ValueError(
+                        f"parameter {slot.name!r} has strides {weight.stride()}, which leave gaps; make it contiguous"
+                    )
             grad_scale = None
             if scale is not None and dtype == torch.float64:
                 foreach_mul_(grads, scale.to(dtype))  # a float32 divisor would round the gradients to 1e-7
             elif scale is not None:
                 grad_scale = scale.to(torch.float32).reciprocal()
             adamw(
-                [local(slot.parameter) for slot in batch],
+                weights,
                 grads,
-                [local(slot.state["exp_avg"]) for slot in batch],
+                exp_avgs,
                 [local(slot.state["exp_avg_sq"]) for slot in batch],
                 [],
                 [slot.state["step"] for slot in batch],
@@ -72,6 +79,15 @@ class AdamW:
                 eps=self.eps,
                 maximize=False,
             )
+
+
+def _laid_out_as(weight: Tensor, grad: Tensor) -> Tensor:
+    """``grad`` with the strides of ``weight``: the kernel walks through memory and looks at no strides.
+
+    Autograd sees to it for plain tensors; for the shards of a DTensor (a transposed product under tensor parallelism)
+    nobody does.
+    """
+    return grad if same_strides(weight, grad) else torch.empty_like(weight).copy_(grad)
 
 
 @register_optimizer("adamw")

@@ -42,6 +42,12 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return local(grad).to(parameter.dtype)
 
 
+def same_strides(one: Tensor, other: Tensor) -> bool:
+    """Whether element i of the memory of ``one`` and of ``other``, tensors of one shape, is the same element."""
+    pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return one.numel() == 0 or all(mine == theirs for size, mine, theirs in pairs if size > 1)
+
+
 def distinct_shards(tensor: Tensor) -> int:
     """Into how many different pieces the mesh cuts ``tensor``; 1 for a plain or replicated one."""
     shards = 1

@@ -1,0 +1,105 @@
+"""The package as its user meets it: public names, the README's program, and imports without torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kforge_optim
+from kforge_optim import OptimConfig, build_optimizer, clip
+
+
+def test_readme_program_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    program = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert program is not None
+    names: dict[str, object] = {}
+    exec(program[1], names)
+    assert "matrices" in capsys.readouterr().out
+    assert float(names["loss"]) < 2.0 < 4.15  # ln 64 = 4.16  # type: ignore[arg-type]
+    assert names["saved"]["schedule_step"] == 100  # type: ignore[index]
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in kforge_optim.__all__:
+        value = getattr(kforge_optim, name)
+        assert name == "__version__" or value.__doc__ or not callable(value), name
+    with pytest.raises(AttributeError, match="nowhere"):
+        kforge_optim.nowhere  # noqa: B018
+    assert dir(kforge_optim) == sorted(kforge_optim.__all__)
+
+
+def test_config_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import kforge_optim.config; from kforge_optim import OptimConfig; print(OptimConfig().name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "adamw"
+
+
+BASE = {"name": "muon", "schedule": "cosine", "warmup_steps": 2}
+CHANGED = {
+    "name": "adamw",
+    "lr": 1e-3,
+    "adamw_lr": 1e-3,
+    "weight_decay": 0.3,
+    "betas": (0.8, 0.9),
+    "eps": 1e-3,
+    "muon_momentum": 0.5,
+    "muon_ns_steps": 2,
+    "muon_ns_dtype": "bfloat16",
+    "schedule": "linear",
+    "warmup_steps": 3,
+    "decay_steps": 3,
+    "min_lr_ratio": 0.5,
+    "clip_norm": 0.1,
+}
+
+
+def _trained(**values: object) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
+    config = OptimConfig(**{**BASE, **values})  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, config, 8)
+    for _ in range(7):
+        nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
+        norm = clip.total_norm(model)
+        optimizer.step(scale=clip.clip_factor(norm, config.clip_norm))
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_law_8_each_field_changes_what_is_trained() -> None:
+    assert list(CHANGED) == [field.name for field in fields(OptimConfig)]
+    plain = _trained()
+    for field, value in CHANGED.items():
+        assert not torch.equal(_trained(**{field: value}), plain), field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", 0.0),
+        ("adamw_lr", -1.0),
+        ("weight_decay", -0.1),
+        ("clip_norm", -1.0),
+        ("warmup_steps", -1),
+        ("betas", (0.9, 1.0)),
+        ("muon_momentum", 1.0),
+        ("eps", 0.0),
+        ("muon_ns_steps", 0),
+        ("decay_steps", -1),
+        ("min_lr_ratio", 1.5),
+    ],
+)
+def test_values_that_cannot_be_are_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"optim\.{field}"):
+        OptimConfig(**{"name": "muon", field: value})  # type: ignore[arg-type]
