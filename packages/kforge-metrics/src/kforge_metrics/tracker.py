@@ -30,15 +30,34 @@ _log = logging.getLogger("kforge_metrics")
 LOSS, NORM, TOKENS, SCORED, SKIPPED = range(5)  # columns of the buffer
 
 
+@dataclass(frozen=True)
+class _Stamp:
+    """A moment of the run; times are sums since the tracker was made."""
+
+    host_s: float
+    paused_s: float
+    waited_s: float
+    """Waiting for data."""
+    event: torch.cuda.Event | None
+    """The same moment in the device's queue: the host may be far ahead of it."""
+
+    def training_s(self, since: _Stamp) -> float:
+        """Time between the two, without pauses. On CUDA the device must have passed both."""
+        seconds = self.host_s - since.host_s
+        if self.event is not None and since.event is not None:
+            seconds = since.event.elapsed_time(self.event) / 1e3
+        return seconds - (self.paused_s - since.paused_s)
+
+
 @dataclass
 class _Interval:
     """The steps since the last log line."""
 
-    started: float
-    paused_s: float = 0.0
-    waited_s: float = 0.0
-    first_timed: int = 0
-    """Rows before this one are not timed: the first step of a process, which compiles and allocates."""
+    start: _Stamp
+    last: _Stamp
+    """At its last step."""
+    first: _Stamp | None = None
+    """At the first step of the process, where that is in this interval."""
     rows: int = 0
     numbers: dict[tuple[int, int], float] = field(default_factory=dict)
     """What came as Python numbers, by row and column; the rest is in the device's buffer."""
@@ -50,7 +69,6 @@ class _Due:
 
     step: int
     time: float
-    elapsed_s: float
     interval: _Interval
     table: Tensor
     copied: torch.cuda.Event | None
@@ -125,9 +143,10 @@ class Tracker:
         self._lr: float | None = None
         self._has_norm = False
         self._pauses, self._pause_started = 0, 0.0
-        self._first_step_s: float | None = None
+        self._paused_s, self._waited_s = 0.0, 0.0
         self._fresh = True
-        self._interval = _Interval(started=clock())
+        start = self._stamp()
+        self._interval = _Interval(start, start)
 
     def step(
         self,
@@ -161,15 +180,11 @@ class Tracker:
                 self._interval.numbers[row, column] = math.nan
         self._interval.rows += 1
         self.done_steps, self._lr, self._has_norm = next_step, lr, norm is not None
-        due = next_step % self.every_steps == 0 or next_step == self.total_steps
+        self._interval.last = self._stamp()
         if self._fresh:
             self._fresh = False
-            at = self._clock()
-            self._first_step_s = self._elapsed(at)
-            if not due:
-                self._interval.started, self._interval.first_timed = at, 1
-                self._interval.paused_s = self._interval.waited_s = 0.0
-        if due:
+            self._interval.first = self._interval.last
+        if next_step % self.every_steps == 0 or next_step == self.total_steps:
             self._close_interval()
 
     def event(self, kind: str, step: int, values: dict[str, Any] | None = None) -> None:
@@ -197,7 +212,7 @@ class Tracker:
             self._synchronize()
             self._pauses -= 1
             if self._pauses == 0:
-                self._interval.paused_s += self._clock() - self._pause_started
+                self._paused_s += self._clock() - self._pause_started
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -206,7 +221,7 @@ class Tracker:
         try:
             yield
         finally:
-            self._interval.waited_s += self._clock() - started
+            self._waited_s += self._clock() - started
 
     def flush(self) -> None:
         """Send what is gathered, also of an unfinished interval; waits for the device."""
@@ -234,19 +249,21 @@ class Tracker:
         """Go on from these totals. Steps gathered so far are forgotten, and the clock starts anew."""
         self._tokens_total = int(state["tokens_total"])
         self._skipped_total = int(state["skipped_total"])
-        self._due, self._fresh, self._first_step_s = None, True, None
-        self._interval = _Interval(started=self._clock())
+        self._due, self._fresh = None, True
+        start = self._stamp()
+        self._interval = _Interval(start, start)
 
-    def _elapsed(self, at: float) -> float:
-        """Training time of the interval up to clock ``at``, also in the middle of a pause."""
+    def _stamp(self) -> _Stamp:
+        at, event = self._clock(), None
+        if self._host is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
         running_pause = at - self._pause_started if self._pauses else 0.0
-        return at - self._interval.started - self._interval.paused_s - running_pause
+        return _Stamp(at, self._paused_s + running_pause, self._waited_s, event)
 
     def _close_interval(self) -> None:
-        at = self._clock()
-        interval, elapsed_s = self._interval, self._elapsed(at)
-        self._interval = _Interval(started=at)
-        self._pause_started = at  # of a pause that goes on, the rest belongs to the next interval
+        interval = self._interval
+        self._interval = _Interval(interval.last, interval.last)
         table, copied = self._buffer, None
         if self._host is not None:
             table = self._host
@@ -254,7 +271,7 @@ class Tracker:
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self.device))
         values = {"lr": self._lr, "peak_memory_bytes": self._memory.read()}
-        self._due = _Due(self.done_steps, self._now(), elapsed_s, interval, table, copied, values)
+        self._due = _Due(self.done_steps, self._now(), interval, table, copied, values)
         if copied is None:
             self._send_due()
 
@@ -271,21 +288,24 @@ class Tracker:
     def _values(self, due: _Due) -> dict[str, Any]:
         interval = due.interval
         rows = self._rows(interval, due.table)
-        timed = rows[interval.first_timed :]
+        start, timed = interval.start, rows
+        if interval.first is not None and len(rows) > 1:
+            start, timed = interval.first, rows[1:]
+        elapsed_s, waited_s = interval.last.training_s(start), interval.last.waited_s - start.waited_s
         accepted = [row for row in rows if not row[SKIPPED] > 0]
         skipped = len(rows) - len(accepted)
         self._tokens_total += round(sum(row[TOKENS] for row in rows))
         self._skipped_total += skipped
         shown = accepted or rows
-        per_s = throughput.tokens_per_second(sum(row[TOKENS] for row in timed), due.elapsed_s)
+        per_s = throughput.tokens_per_second(sum(row[TOKENS] for row in timed), elapsed_s)
         peak = self.peak_flops_per_device
         values: dict[str, Any] = {
             "loss": _mean([row[LOSS] for row in shown], [row[SCORED] for row in shown]),
             "grad_norm": _mean([row[NORM] for row in shown]) if self._has_norm else None,
             "lr": due.values["lr"],
             "tokens_per_s": per_s,
-            "step_s": due.elapsed_s / len(timed) if per_s is not None else None,
-            "data_s": interval.waited_s / len(timed),
+            "step_s": elapsed_s / len(timed) if per_s is not None else None,
+            "data_s": waited_s / len(timed),
             "mfu": throughput.mfu(per_s, self.flops_per_token, self.world, peak),
             "mfu_palm": throughput.mfu(per_s, self.flops_per_token_palm, self.world, peak),
             "tokens_total": self._tokens_total,
@@ -294,8 +314,8 @@ class Tracker:
             "skipped_total": self._skipped_total,
             "peak_memory_bytes": due.values["peak_memory_bytes"],
         }
-        if self._first_step_s is not None:
-            values["first_step_s"], self._first_step_s = self._first_step_s, None
+        if interval.first is not None:
+            values["first_step_s"] = interval.first.training_s(interval.start)
         return values
 
     def _rows(self, interval: _Interval, table: Tensor) -> list[list[float]]:
