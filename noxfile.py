@@ -180,10 +180,11 @@ def lint(session: nox.Session) -> None:
 @nox.session
 @timed
 def types(session: nox.Session) -> None:
-    """Mypy, strict, over every package."""
+    """Mypy, strict, over every package and tool."""
     install(session, "mypy", *requirements(PACKAGES))
-    sources = sorted(str(path) for path in ROOT.glob("packages/*/src"))
-    session.run("mypy", *sources, env={"MYPYPATH": os.pathsep.join(sources)})
+    sources = sorted(str(path) for path in [*ROOT.glob("packages/*/src"), HARNESS / "src"])
+    tools = sorted(str(path) for path in ROOT.glob("tools/*.py"))
+    session.run("mypy", *sources, *tools, env={"MYPYPATH": os.pathsep.join(sources)})
 
 
 @nox.session
