@@ -16,7 +16,8 @@ README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for word, text in fenced if word == language]
 
 
 def test_python_runs() -> None:
