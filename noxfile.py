@@ -36,9 +36,8 @@ HARNESS = ROOT / "tools" / "testing"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
-# Bytecode of torch is worth two seconds a process. Tests make many processes: a thread for each is enough.
+# Without bytecode each process would compile torch anew, which takes seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
 
@@ -149,6 +148,8 @@ def with_extra(package: str, extra: str = "test", folder: Path = DIST) -> str:
 
 def pytest(session: nox.Session, *args: str | Path, env: dict[str, str] | None = None) -> None:
     """Run pytest on paths of the tree from a folder outside it, so that only what is installed can be imported."""
+    # Tests make many processes of small tensors: a thread for each is enough.
+    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})}
     with tempfile.TemporaryDirectory(prefix="kforge-nox-") as folder, session.chdir(folder):
         config = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT))
         session.run("python", "-m", "pytest", *config, *map(str, args), *session.posargs, env=env)
