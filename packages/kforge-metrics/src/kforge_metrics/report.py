@@ -49,7 +49,7 @@ def write_report(
     body = [
         _cards(events),
         _section("Pictures", _pictures(events, baselines or {})),
-        _section("Summary", _table(["", ""], [[k, _text(v)] for k, v in (summary or {}).items()])),
+        _section("Summary", _table(["", ""], [[k, _text(v)] for k, v in (summary or {}).items()], "pairs")),
         _section("Sample", f"<pre class=sample>{html.escape(sample)}</pre>" if sample else ""),
         _section("Evaluation on held-out text", _evaluations(events)),
         _section("What happened", _happenings(events)),
@@ -91,7 +91,7 @@ def _cards(events: list[Event]) -> str:
     if speeds:
         cards.append(("throughput", f"{statistics.median(y for _, y in speeds):,.0f}", "tokens/s, median"))
     used = _finite(steps, "mfu")
-    cards.append(("MFU", f"{statistics.median(y for _, y in used):.1%}" if used else "n/a", "median"))
+    cards.append(("MFU", *((f"{statistics.median(y for _, y in used):.1%}", "median") if used else ("n/a", ""))))
     cards.append(("training time", duration(_training_seconds(steps)), "h:mm:ss, without evaluation and saving"))
     skipped = last.values.get("skipped_total")
     if skipped:
@@ -128,7 +128,15 @@ def _pictures(events: list[Event], baselines: Mapping[str, float]) -> str:
         points = _finite(steps, key)
         if points:
             pictures.append(_picture(title, unit, lambda axes, points=points: _draw(axes, points, events)))  # type: ignore[misc]
-    return f"<div class=pictures>{''.join(pictures)}</div>" if pictures else ""
+    if not pictures:
+        return ""
+    legend = []
+    if any(event.kind == "resume" for event in events):
+        legend.append("Dotted: the run was resumed there.")
+    if any(event.kind == "skip" for event in events):
+        legend.append("Red: a step was skipped.")
+    note = f"<p class=about>{' '.join(legend)}</p>" if legend else ""
+    return f"<div class=pictures>{''.join(pictures)}</div>{note}"
 
 
 def _draw_loss(axes: Axes, events: list[Event], baselines: Mapping[str, float]) -> None:
@@ -149,6 +157,8 @@ def _draw_loss(axes: Axes, events: list[Event], baselines: Mapping[str, float]) 
 def _draw(axes: Axes, points: list[tuple[int, float]], events: list[Event]) -> None:
     axes.plot(*zip(*points, strict=True), color=_BLUE, linewidth=1.4)
     axes.set_ylim(bottom=0)
+    if max(y for _, y in points) >= 1000:
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     _draw_restarts(axes, events)
 
 
@@ -196,7 +206,7 @@ def _evaluations(events: list[Event]) -> str:
         ]
         for event in _of(events, "eval")
     ]
-    return _table(["step", "nats/token", "bits/byte", "perplexity", "tokens"], rows, numbers=True)
+    return _table(["step", "nats/token", "bits/byte", "perplexity", "tokens"], rows, "numbers")
 
 
 def _happenings(events: list[Event]) -> str:
@@ -208,6 +218,8 @@ def _happenings(events: list[Event]) -> str:
         short = {k: v for k, v in event.values.items() if k not in ("config", "versions") and len(_text(v)) <= 200}
         said = event.values.get("reason") or ", ".join(f"{k} {_text(v)}" for k, v in short.items())
         rows.append([f"{event.step:,}", time.strftime("%H:%M:%S", time.localtime(event.time)), event.kind, str(said)])
+    if len(rows) > 60:
+        rows = [*rows[:10], ["", "", "", f"({len(rows) - 60} more, see events.jsonl)"], *rows[-50:]]
     if saves:
         seconds = [e.values["seconds"] for e in saves if isinstance(e.values.get("seconds"), int | float)]
         took = f", {statistics.median(seconds):.2f} s each (median)" if seconds else ""
@@ -244,14 +256,14 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>{content}</section>" if content else ""
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], look: str = "plain") -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
     head = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
     lines = ("".join(f"<td>{html.escape(text)}</td>" for text in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table{' class=numbers' if numbers else ''}>{head}<tbody>{body}</tbody></table>"
+    return f"<table class={look}>{head}<tbody>{body}</tbody></table>"
 
 
 # Values
@@ -317,6 +329,8 @@ th, td {{ text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid #e
 th {{ color: #64748b; font-weight: 500; }}
 td {{ font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
 .numbers th, .numbers td {{ text-align: right; }}
+.pairs td:first-child {{ width: 30%; color: #475569; }}
+.pictures + .about {{ margin: 10px 0 0; }}
 pre {{ margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }}
 pre {{ font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; }}
 .sample {{ background: #f8fafc; border-radius: 6px; padding: 12px 14px; }}

@@ -283,8 +283,9 @@ def _tally(ballot: Tensor) -> tuple[Tensor, Tensor]:
     """Gate (float32) and global loss (float64) of the summed ballots [1 + W], on the device."""
     codes = ballot[1:]
     good = torch.remainder(codes, STOP).sum() == 0
-    loss_good = torch.remainder(codes, NORM_NAN).sum() == 0
-    return good.to(torch.float32), torch.where(loss_good, ballot[0], torch.nan)
+    loss_bad = torch.remainder(codes, NORM_NAN).sum() > 0
+    # masked_fill, not where: where would bring its number to the device by a copy that waits.
+    return good.to(torch.float32), ballot[0].masked_fill(loss_bad, torch.nan)
 
 
 def _group_exists() -> bool:
