@@ -223,7 +223,7 @@ class ShardWriter:
             shard = self._open or self._start_shard()
             room = self._shard_tokens - shard.tokens
             last = int(np.searchsorted(ends, token + room, side="right"))
-            if last == first:
+            if last <= first:
                 if shard.tokens:
                     self._close_shard()
                     continue

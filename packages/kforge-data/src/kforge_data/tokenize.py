@@ -157,7 +157,8 @@ def _read_jsonl(file: Path, field: str) -> Iterator[tuple[str, str | _Bad]]:
     others: list[str] = []
     with open(file, "rb") as lines:
         for number, raw in enumerate(lines, 1):
-            if not raw.strip():
+            raw = raw.strip()
+            if not raw:
                 continue
             try:
                 record = json.loads(raw)

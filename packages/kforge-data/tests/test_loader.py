@@ -1,0 +1,420 @@
+"""Order as a function of (seed, position), through any resume, on any number of processes (C01, C03, C04, C10)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kforge_data import Loader, TokenShards, evaluation_batches, evaluation_rows
+
+Make = Callable[..., TokenShards]
+
+
+def load(source: TokenShards, **options: Any) -> Loader:
+    return Loader(source, **{"row_tokens": 4, "global_rows": 2, "seed": 42, "workers": 0, **options})
+
+
+def seen(window: list[dict[str, Any]]) -> list[int]:
+    """What the rows of a window show of themselves: the number that each numbered document repeats."""
+    numbers = [row[0] for batch in window for row in batch["input_ids"].tolist()]
+    ids = [row for batch in window for row in batch["row_ids"].tolist()]
+    assert all(row in (number, -1) for row, number in zip(ids, numbers, strict=True))
+    return [number for number, row in zip(numbers, ids, strict=True) if row != -1]
+
+
+def step_of(source: TokenShards, world: int, state: dict[str, Any] | None, steps: int, **options: Any) -> Any:
+    """(rows of each of some steps in order of rank, state after) with `world` processes."""
+    loaders = [load(source, rank=rank, world=world, **options) for rank in range(world)]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+    rows = [[number for loader in loaders for number in seen(loader.next())] for _ in range(steps)]
+    states = [loader.state_dict() for loader in loaders]
+    assert all(other == states[0] for other in states)
+    for loader in loaders:
+        loader.close()
+    return rows, states[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_c01_two_resumes_inside_one_epoch(numbered: Make, workers: int) -> None:
+    source = numbered(1000)
+    straight, _ = step_of(source, 1, None, 60, workers=workers, epochs=1)
+    first, state = step_of(source, 1, None, 30, workers=workers, epochs=1)
+    second, state = step_of(source, 1, state, 10, workers=workers, epochs=1)
+    assert state["position"] == 80  # 40 batches of 2 rows, not the 10 since the last start
+    third, _ = step_of(source, 1, state, 20, workers=workers, epochs=1)
+    assert first + second + third == straight
+    assert len({row for rows in straight for row in rows}) == 120
+
+
+@pytest.mark.parametrize("then", [2, 8])
+def test_c03_another_number_of_processes_after_a_resume(numbered: Make, then: int) -> None:
+    source = numbered(64)
+    before, state = step_of(source, 4, None, 3, global_rows=8)
+    after, _ = step_of(source, then, state, 5, global_rows=8)
+    straight, _ = step_of(source, 1, None, 8, global_rows=8)
+    assert before + after == straight
+    assert sorted(row for rows in before + after for row in rows) == list(range(64))
+
+
+def test_c03_another_microbatch_after_a_resume(numbered: Make) -> None:
+    """What the reference system loses: 4 processes to 2 with another microbatch repeated 16 of 64 samples."""
+    source = numbered(64)
+    before, state = step_of(source, 4, None, 4, global_rows=8, microbatch_rows=1)
+    after, _ = step_of(source, 2, state, 4, global_rows=8, microbatch_rows=4)
+    assert sorted(row for rows in before + after for row in rows) == list(range(64))
+
+
+def test_c04_each_epoch_has_its_own_order(numbered: Make) -> None:
+    source = numbered(16)
+    epochs, _ = step_of(source, 2, None, 12, global_rows=4)
+    orders = [[row for rows in epochs[4 * e : 4 * e + 4] for row in rows] for e in range(3)]
+    assert all(sorted(order) == list(range(16)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    again, _ = step_of(source, 1, None, 12, global_rows=4)
+    assert again == epochs
+    before, state = step_of(source, 2, None, 6, global_rows=4)  # killed in epoch 1
+    after, _ = step_of(source, 2, state, 6, global_rows=4)
+    assert before + after == epochs
+
+
+def test_c10_three_rows_and_a_global_batch_of_four(numbered: Make) -> None:
+    source = numbered(3)
+    for world in (1, 2):
+        loaders = [load(source, rank=rank, world=world, global_rows=4, epochs=1) for rank in range(world)]
+        windows = [loader.next() for loader in loaders]
+        assert sorted(row for window in windows for row in seen(window)) == [0, 1, 2]
+        scored = sum(int((batch["labels"] != -100).sum()) for window in windows for batch in window)
+        assert scored == 9  # three rows of one document of four tokens; the padding is not scored
+        assert {loader.position for loader in loaders} == {3}
+        for loader in loaders:
+            with pytest.raises(StopIteration):
+                loader.next()
+
+
+def test_c10_without_an_end_the_next_epoch_fills_the_step(numbered: Make) -> None:
+    rows, state = step_of(numbered(3), 2, None, 3, global_rows=4)
+    assert [len(row) for row in rows] == [4, 4, 4] and state["position"] == 12
+    flat = [number for row in rows for number in row]
+    assert all(sorted(flat[3 * e : 3 * e + 3]) == [0, 1, 2] for e in range(4))
+
+
+def test_c10_nothing_to_read_is_an_error(make_shards: Make) -> None:
+    empty = make_shards([])
+    with pytest.raises(ValueError, match="holds no tokens"):
+        load(empty)
+    with pytest.raises(ValueError, match="holds no tokens"):
+        list(evaluation_batches(empty, row_tokens=4, microbatch_rows=2))
+
+
+def test_c10_five_rows_in_steps_of_four(numbered: Make) -> None:
+    for world in (1, 2):
+        rows, state = step_of(numbered(5, name=f"w{world}"), world, None, 2, global_rows=4, epochs=1)
+        assert sorted(rows[0] + rows[1]) == list(range(5)) and len(rows[1]) == 1 and state["position"] == 5
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    script=st.lists(
+        st.tuples(
+            st.sampled_from([1, 2, 3, 4, 6, 12]),  # world
+            st.sampled_from([None, 1]),  # microbatch_rows
+            st.sampled_from([0, 1, 3]),  # workers
+            st.sampled_from([12, 12, 24, 36]),  # global_rows
+            st.integers(0, 4),  # steps until the next kill
+            st.booleans(),  # killed with or without a save: without, the steps are done again
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_any_script_of_kills_and_resumes_gives_the_same_rows(
+    numbered: Make, script: list[tuple[Any, ...]], seed: int
+) -> None:
+    source = numbered(50, overwrite=True)
+    state: dict[str, Any] | None = None
+    rows: list[int] = []
+    for world, microbatch, workers, global_rows, steps, saved in script:
+        options = {"seed": seed, "microbatch_rows": microbatch, "workers": workers, "global_rows": global_rows}
+        some, after = step_of(source, world, state, steps, **options)
+        if saved:
+            rows += [row for step in some for row in step]
+            state = after
+    expected = source.rows_at(np.arange(len(rows)), row_tokens=4, seed=seed, shuffle=True)
+    assert rows == expected.tolist()
+    assert (state or {"position": 0})["position"] == len(rows)
+
+
+# State.
+
+
+def test_another_sequence_is_refused_with_what_differs(numbered: Make, make_shards: Make) -> None:
+    source = numbered(20)
+    state = load(source).state_dict()
+    for other, message in [
+        (load(source, seed=1), "seed was 42 and is 1"),
+        (load(source, row_tokens=8), "row_tokens was 4 and is 8"),
+        (load(source, shuffle=False), "shuffle was True and is False"),
+        (load(make_shards([[1, 2, 3]], name="other")), "source was sha256:"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+        assert other.position == 0
+    with pytest.raises(ValueError, match="version 7"):
+        load(source).load_state_dict({**state, "version": 7})
+    with pytest.raises(ValueError, match="cannot be negative"):
+        load(source).load_state_dict({**state, "position": -1})
+
+
+def test_a_moved_copy_of_the_source_is_the_same_source(numbered: Make) -> None:
+    loader = load(numbered(20, name="here"))
+    loader.next()
+    other = load(numbered(20, name="there"))
+    other.load_state_dict(loader.state_dict())
+    assert seen(other.next()) == seen(loader.next())
+
+
+def test_the_state_is_a_few_numbers(numbered: Make) -> None:
+    loader = load(numbered(20), workers=2)
+    loader.next()
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 400
+    assert all(isinstance(value, int | str | bool) for value in state.values())
+    loader.close()
+
+
+def test_saved_at_the_end_of_an_epoch_and_gone_on_with_more(numbered: Make) -> None:
+    source = numbered(5)
+    first, state = step_of(source, 1, None, 2, global_rows=4, epochs=1)
+    more = load(source, global_rows=4, epochs=2)
+    more.load_state_dict(state)
+    assert more.step == 2 and more.epoch == 1
+    rest = [seen(window) for window in more]
+    assert [len(row) for row in rest] == [4, 1]
+    expected = source.rows_at(np.arange(10), row_tokens=4, seed=42, shuffle=True).tolist()
+    assert [row for rows in first + rest for row in rows] == expected
+
+
+def test_loading_drops_what_was_read_ahead(numbered: Make) -> None:
+    loader = load(numbered(100), workers=2)
+    start = loader.state_dict()
+    first = [seen(loader.next()) for _ in range(5)]
+    loader.load_state_dict(start)
+    assert [seen(loader.next()) for _ in range(5)] == first
+    loader.close()
+
+
+# Steps and rows.
+
+
+def test_rows_of_tells_what_next_gives(numbered: Make) -> None:
+    source = numbered(30)
+    loaders = [load(source, rank=rank, world=2, global_rows=8) for rank in range(2)]
+    given_rows = [[row for loader in loaders for row in seen(loader.next())] for _ in range(6)]
+    assert loaders[0].step == 6 and loaders[0].position == 48 and loaders[0].epoch == 1
+    for loader in loaders:
+        assert loader.rows_of(range(1, 4)).tolist() == [row for rows in given_rows[1:4] for row in rows]
+    assert loaders[0].rows_of(range(0)).tolist() == []
+
+
+def test_rows_of_after_global_rows_changed(numbered: Make) -> None:
+    source = numbered(100)
+    before, state = step_of(source, 1, None, 3, global_rows=8)
+    loader = load(source, global_rows=10)
+    loader.load_state_dict(state)
+    assert loader.step == 3
+    after = [seen(loader.next()) for _ in range(2)]
+    assert loader.step == 5
+    assert loader.rows_of(range(3, 5)).tolist() == after[0] + after[1]
+    with pytest.raises(ValueError, match="step 2 lies before step 3"):
+        loader.rows_of(range(2, 5))
+    again = load(source, global_rows=10)  # a second resume knows it too
+    again.load_state_dict(loader.state_dict())
+    assert again.step == 5 and again.rows_of(range(3, 4)).tolist() == after[0]
+    assert len({row for rows in before + after for row in rows}) == 44
+
+
+def test_rows_of_stops_where_the_epochs_do(numbered: Make) -> None:
+    loader = load(numbered(5), global_rows=4, epochs=1)
+    assert loader.epoch_rows == 5 and loader.rows_of(range(9)).shape == (5,)
+
+
+def test_in_order_without_shuffle(numbered: Make) -> None:
+    rows, _ = step_of(numbered(5), 1, None, 3, shuffle=False)
+    assert rows == [[0, 1], [2, 3], [4, 0]]
+
+
+# Batches.
+
+
+def test_what_a_batch_holds(make_shards: Make) -> None:
+    source = make_shards([[5, 6, 0], [7, 0], [8, 9, 1, 0]])
+    loader = load(source, row_tokens=6, global_rows=2, shuffle=False)
+    (batch,) = loader.next()
+    assert batch["input_ids"].tolist() == [[5, 6, 0, 7, 0, 8], [9, 1, 0, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[6, 0, -100, 0, -100, 9], [1, 0, -100, -100, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 0, 1, 2]]
+    assert batch["doc_ids"].tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 1, 1]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 5, 6, 9, 12, 12]  # room for 2 rows of up to 3 documents
+    assert batch["max_seqlen"] == 6
+    assert batch["source_ids"].tolist() == [[0] * 6] * 2
+    assert batch["row_ids"].tolist() == [0, 1]
+    kinds = {name: value.dtype for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    assert kinds == {
+        "input_ids": torch.int64,
+        "labels": torch.int64,
+        "position_ids": torch.int64,
+        "doc_ids": torch.int64,
+        "cu_seqlens": torch.int32,
+        "source_ids": torch.int16,
+    }
+
+
+def test_without_isolation(make_shards: Make) -> None:
+    source = make_shards([[5, 6, 0], [7, 0], [8]])
+    (batch,) = load(source, row_tokens=6, global_rows=1, isolate_documents=False).next()
+    assert batch["labels"].tolist() == [[6, 0, -100, 0, -100, -100]]
+    assert batch["position_ids"].tolist() == [list(range(6))]
+    assert batch["doc_ids"] is None and batch["cu_seqlens"] is None and batch["max_seqlen"] == 6
+
+
+def test_shapes_do_not_change_from_batch_to_batch(make_shards: Make) -> None:
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(0, 99, generator.integers(1, 40)).tolist() for _ in range(200)]
+    loader = load(make_shards(documents), row_tokens=64, global_rows=4, microbatch_rows=2, epochs=2)
+    shapes = {
+        tuple((name, tuple(value.shape)) for name, value in batch.items() if isinstance(value, torch.Tensor))
+        for window in loader
+        for batch in window
+    }
+    assert len(shapes) == 1
+
+
+def test_every_token_of_the_stream_comes_once_an_epoch(make_shards: Make) -> None:
+    generator = np.random.default_rng(1)
+    documents = [generator.integers(1, 9999, generator.integers(1, 30)).tolist() for _ in range(100)]
+    source = make_shards(documents, shard_tokens=200)
+    rows: dict[int, list[int]] = {}
+    scored = 0
+    for window in load(source, row_tokens=16, global_rows=8, epochs=1, workers=2):
+        for batch in window:
+            scored += int((batch["labels"] != -100).sum())
+            for row, ids in zip(batch["row_ids"].tolist(), batch["input_ids"].tolist(), strict=True):
+                if row >= 0:
+                    rows[row] = ids
+    flat = [token for row in sorted(rows) for token in rows[row]]
+    assert flat[: source.tokens] == [token for document in documents for token in document]
+    assert scored == source.tokens - len(documents)  # all but the first of each document
+
+
+def test_an_error_in_a_thread_is_raised_and_the_step_can_be_had_again(numbered: Make) -> None:
+    source = numbered(40)
+
+    class Flaky(TokenShards):
+        broken = False
+
+        def read_rows(self, row_ids: Any, row_tokens: int) -> Any:
+            if Flaky.broken:
+                raise OSError("the disk is gone")
+            return super().read_rows(row_ids, row_tokens)
+
+    loader = load(Flaky(source.path), workers=2)
+    expected, _ = step_of(source, 1, None, 10)
+    got = [seen(loader.next())]
+    Flaky.broken = True
+    with pytest.raises(OSError, match="the disk is gone"):
+        for _ in range(10):
+            got.append(seen(loader.next()))
+    Flaky.broken = False
+    got += [seen(loader.next()) for _ in range(10 - len(got))]
+    assert got == expected
+    loader.close()
+
+
+def test_closing_ends_the_threads(numbered: Make) -> None:
+    before = set(threading.enumerate())
+    with load(numbered(100), workers=3) as loader:
+        loader.next()
+        assert set(threading.enumerate()) - before
+    assert not set(threading.enumerate()) - before
+    with pytest.raises(ValueError, match="closed"):
+        loader.next()
+    assert loader.state_dict()["position"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_rows": 0}, "global_rows = 0"),
+        ({"global_rows": 10, "world": 4}, "by 4 data-parallel processes; set global_rows to 8 or 12"),
+        ({"global_rows": 2, "world": 4}, "set global_rows to 4"),
+        ({"global_rows": 24, "world": 2, "microbatch_rows": 5}, "set microbatch_rows to 4"),
+        ({"microbatch_rows": 0}, "microbatch_rows = 0"),
+        ({"rank": 2, "world": 2}, "rank = 2 is not one of 2"),
+        ({"workers": -1}, "workers = -1"),
+        ({"epochs": 0}, "epochs = 0"),
+        ({"row_tokens": 0}, "row_tokens = 0"),
+    ],
+)
+def test_sizes_that_cannot_be(numbered: Make, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(numbered(30), **options)
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("max_rows", [0, 5, 100])
+def test_evaluation_has_each_row_on_one_rank(numbered: Make, world: int, max_rows: int) -> None:
+    source = numbered(11)
+    per_rank = [
+        list(evaluation_batches(source, row_tokens=4, microbatch_rows=2, rank=rank, world=world, max_rows=max_rows))
+        for rank in range(world)
+    ]
+    assert len({len(batches) for batches in per_rank}) == 1
+    assert all(batch["input_ids"].shape == (2, 4) for batches in per_rank for batch in batches)
+    rows = [number for batches in per_rank for batch in batches for number in seen([batch])]
+    expected = evaluation_rows(source, row_tokens=4, max_rows=max_rows).tolist()
+    assert sorted(rows) == expected and len(expected) == (5 if max_rows == 5 else 11)
+    scored = sum(int((batch["labels"] != -100).sum()) for batches in per_rank for batch in batches)
+    assert scored == 3 * len(expected)
+
+
+def test_evaluation_rows_are_spread_over_the_source(numbered: Make) -> None:
+    assert evaluation_rows(numbered(11), row_tokens=4, max_rows=3).tolist() == [0, 3, 7]
+    with pytest.raises(ValueError, match="max_rows = -1"):
+        evaluation_rows(numbered(1, name="one"), row_tokens=4, max_rows=-1)
+
+
+def test_evaluation_sizes_that_cannot_be(numbered: Make) -> None:
+    source = numbered(4)
+    with pytest.raises(ValueError, match="microbatch_rows = 0"):
+        evaluation_batches(source, row_tokens=4, microbatch_rows=0)
+    with pytest.raises(ValueError, match="rank = 1"):
+        evaluation_batches(source, row_tokens=4, microbatch_rows=1, rank=1)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_it_is_the_same(numbered: Make) -> None:
+    source = numbered(64)
+    there = load(source, device="cuda", global_rows=8, microbatch_rows=2, workers=2)
+    here = load(source, global_rows=8, microbatch_rows=2)
+    for _ in range(12):
+        for a, b in zip(there.next(), here.next(), strict=True):
+            for name, value in b.items():
+                if isinstance(value, torch.Tensor):
+                    assert a[name].is_cuda and torch.equal(a[name].cpu(), value)
+                else:
+                    assert np.array_equal(a[name], value)
+    there.close()

@@ -1,0 +1,49 @@
+"""The README's commands and its snippet run as they stand (on a small corpus in place of the whole library)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kforge_data.cli import main
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_readme_runs(tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "lib"
+    library.mkdir()
+    for i in range(400):
+        (library / f"m{i:03d}.py").write_text(f"# {i}\n" + "".join(texts) * 4)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    monkeypatch.chdir(tmp_path)
+    text = README.read_text(encoding="utf-8")
+    commands = re.findall(r"^kforge-data (.*)$", text, re.MULTILINE)
+    assert len(commands) == 6
+    for command in commands:
+        arguments = shlex.split(command.replace("4096", "300"), comments=True)
+        assert main(arguments) == 0, command
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(snippet, str(README), "exec"), {})
+
+
+def test_the_files_are_named_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of files and of index entries."""
+    library = tmp_path / "lib"
+    library.mkdir()
+    (library / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        "corpus stdlib --out c.jsonl",
+        "train-tokenizer c.jsonl --vocab-size 300 --out t.json",
+        "tokenize c.jsonl --tokenizer t.json --out s",
+    ):
+        assert main(command.split()) == 0
+    assert sorted(path.name for path in Path("s").iterdir()) == ["0-00000.bin", "0-00000.docs", "index.json"]
+    index = json.loads(Path("s/index.json").read_text())
+    assert {"dtype", "vocab_size", "eos_id", "tokenizer", "tokens", "documents", "text_bytes", "shards"} <= set(index)

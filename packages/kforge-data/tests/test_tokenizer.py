@@ -1,0 +1,93 @@
+"""Round trips, special strings that stay text (C09), and one fingerprint for one tokenizer."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kforge_data import Tokenizer, train_tokenizer
+
+MARKER = "<|endoftext|>"
+
+
+def test_training_is_deterministic(tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert tokenizer.vocab_size == 300 and tokenizer.eos_id == 0
+    assert train_tokenizer(texts, vocab_size=300).fingerprint == tokenizer.fingerprint
+    assert train_tokenizer(texts, vocab_size=301).fingerprint != tokenizer.fingerprint
+
+
+def test_it_compresses(tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert len(tokenizer.encode(texts[3])) < 0.7 * len(texts[3])
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_byte_is_in_the_vocabulary() -> None:
+    """Trained on one letter, it still knows all characters."""
+    small = train_tokenizer(["aaaa"], vocab_size=300)
+    assert small.vocab_size < 300  # the text gives no more merges
+    text = "".join(map(chr, range(1, 0x3000, 7))) + "🙂"
+    assert small.decode(small.encode(text)) == text
+
+
+def test_c09_a_marker_in_the_text_stays_text(tokenizer: Tokenizer) -> None:
+    text = f"a {MARKER} b"
+    ids = tokenizer.encode(text)
+    assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == text
+    parsed = tokenizer.encode(text, parse_special=True)
+    assert parsed.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(parsed) == text and tokenizer.decode(parsed, skip_special=True) == "a  b"
+    assert tokenizer.encode(text) == ids  # the switch does not stick
+
+
+def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer, texts: list[str]) -> None:
+    several = [*texts, "", f"x{MARKER}"]
+    for parse in (False, True):
+        flat, lengths = tokenizer.encode_batch(several, parse_special=parse)
+        assert flat.dtype == np.uint32 and lengths.dtype == np.int64
+        expected = [tokenizer.encode(text, parse_special=parse) for text in several]
+        assert lengths.tolist() == [len(ids) for ids in expected]
+        assert flat.tolist() == [token for ids in expected for token in ids]
+
+
+def test_saved_loaded_and_reformatted_it_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "tokenizer.json"
+    tokenizer.save(file)
+    assert Tokenizer.load(file).fingerprint == tokenizer.fingerprint
+    assert Tokenizer.load(file.parent).fingerprint == tokenizer.fingerprint
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
+    assert Tokenizer.load(file).fingerprint == tokenizer.fingerprint
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("the end") == tokenizer.encode("the end")
+
+
+def test_other_end_of_text_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    other = train_tokenizer(["aaaa"], vocab_size=300, special_tokens=["<pad>", "</s>"])
+    assert other.eos_id == 1
+    strange = train_tokenizer(["aaaa"], vocab_size=300, special_tokens=["<stop>"])
+    with pytest.raises(ValueError, match="no end-of-text token one of"):
+        _ = strange.eos_id
+    strange.save(tmp_path / "t.json")
+    assert Tokenizer.load(tmp_path / "t.json", end_of_text="<stop>").eos_id == 0
+    with pytest.raises(ValueError, match="no end-of-text token '<nope>'"):
+        _ = Tokenizer.load(tmp_path / "t.json", end_of_text="<nope>").eos_id
+
+
+def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        Tokenizer.load(tmp_path / "none.json")
+    for content in (b"{", b'{"a": 1}', b"\xff\xfe\x00"):
+        (tmp_path / "bad.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad.json is not a tokenizer.json"):
+            Tokenizer.load(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="vocab_size = 256 is too small"):
+        train_tokenizer(["a"], vocab_size=256)
