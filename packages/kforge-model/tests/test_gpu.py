@@ -116,16 +116,14 @@ def test_packed_rows_make_no_square_mask() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     core(q, q, q, core.prepare(rows, q.dtype)).sum().backward()
-    assert (
-        torch.cuda.max_memory_allocated() - before < seq * seq // 4
-    )  # a mask of one byte an element is four times that
+    assert torch.cuda.max_memory_allocated() - before < seq * seq // 2  # a mask has one byte an element
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_training_step_never_waits_for_the_device(packed: bool) -> None:
     model = Transformer(CONFIG).to("cuda", torch.bfloat16)
-    ids, labels = torch.randint(1000, (2, 3, 512), device="cuda")
-    rows = padded(Rows.packed(LENGTHS, "cuda")) if packed else Rows.plain(3, 512, "cuda")
+    ids, labels = torch.randint(1000, (2, 9, 512), device="cuda")  # enough tokens for the embedding's sorting backward
+    rows = padded(Rows.packed(LENGTHS * 3, "cuda")) if packed else Rows.plain(9, 512, "cuda")
     scale = torch.tensor(1 / labels.numel(), device="cuda")
     model(ids, rows, labels, scale)[0].backward()  # first calls set up libraries
     torch.cuda.synchronize()
@@ -199,10 +197,9 @@ def test_initial_values_equal_those_on_cpu() -> None:
     step = torch.nextafter(one.abs(), torch.full_like(one, torch.inf)) - one.abs()
     assert ((one - two).abs() <= step).all()
     assert (one == two).float().mean() > 0.999
-    fine, there = (
-        init_normal_(torch.empty(1000, dtype=torch.float64, device=d), 3, "w", 1.0).cpu() for d in ("cpu", "cuda")
-    )
-    assert (fine - there).abs().max() < 1e-13
+    fine = init_normal_(torch.empty(1000, dtype=torch.float64), 3, "w", 1.0)
+    there = init_normal_(torch.empty(1000, dtype=torch.float64, device="cuda"), 3, "w", 1.0)
+    assert (fine - there.cpu()).abs().max() < 1e-13
 
 
 def test_generation_equals_cpu_in_float64_and_runs_in_bf16() -> None:
@@ -212,16 +209,8 @@ def test_generation_equals_cpu_in_float64_and_runs_in_bf16() -> None:
     model.cuda()
     assert torch.equal(generate(model, prompt.cuda(), 20, temperature=0).cpu(), right)
     model.bfloat16()
-    drawn = [
-        generate(
-            model,
-            prompt.cuda(),
-            20,
-            temperature=0.8,
-            top_k=50,
-            top_p=0.9,
-            generator=torch.Generator("cuda").manual_seed(1),
-        )
-        for _ in range(2)
-    ]
+    drawn = []
+    for _ in range(2):
+        generator = torch.Generator("cuda").manual_seed(1)
+        drawn.append(generate(model, prompt.cuda(), 20, temperature=0.8, top_k=50, top_p=0.9, generator=generator))
     assert torch.equal(drawn[0], drawn[1]) and drawn[0].shape == (2, 29)
