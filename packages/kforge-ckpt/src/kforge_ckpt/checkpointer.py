@@ -98,7 +98,7 @@ class Checkpointer:
                 logger.info("step %d is committed already in %s; it is left as it is", step, self.dir)
             return False
         collected = ranks.all(what, lambda: collect(states, meta))
-        tree = agree(ranks, what, collected)
+        tree = agree(ranks, what, step, collected)
         folder = Path(ranks.first(what, lambda: self._stage(step)))
         try:
             files, index = write(ranks, what, folder, collected)
@@ -107,7 +107,7 @@ class Checkpointer:
             if ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        ranks.first(what, lambda: self._tidy(step, started, size))
+        ranks.first(f"step {step} is committed, but not what follows", lambda: self._tidy(step, started, size))
         return True
 
     def _stage(self, step: int) -> str:
@@ -125,6 +125,7 @@ class Checkpointer:
         collected: Collected,
         world: int,
     ) -> int:
+        commit.reached("all ranks written")
         files = {**files, **write_shared(folder, step, world, index, tree, collected.meta)}
         commit.commit(self.dir, folder, step, files)
         return sum(record.size for record in files.values())

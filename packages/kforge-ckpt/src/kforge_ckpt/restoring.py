@@ -52,6 +52,16 @@ class Saved:
         self.world = world
         self._rank_trees: list[dict[str, Json] | None] | None = None
 
+    def tensors_of(self, name: str) -> set[str]:
+        """The names of the tensors in the state saved under ``name``."""
+        try:
+            names = set(state.leaves(self.tree[name], "$tensor"))
+        except _WRONG as error:
+            raise DamagedCheckpointError(f"{self.folder / STATE} is not what is written there: {error!r}") from error
+        if lost := names - self.index.keys():
+            raise DamagedCheckpointError(f"{self.folder / INDEX} does not tell where {min(lost)} is")
+        return names
+
     def per_rank(self, path: str) -> list[Any]:
         """The values of all ranks that saved, for the PerRank at ``path``; None where a rank had none."""
         if self._rank_trees is None:
@@ -105,9 +115,7 @@ class Plan:
                 stack.enter_context(state_like_saved(obj, numbers, name))
             self.targets[name] = obj.state_dict()
             self.tensors.update(state.take_apart(name, self.targets[name]).tensors)
-        self.asked = {tensor for name in states for tensor in state.leaves(saved.tree[name], "$tensor")}
-        if lost := self.asked - saved.index.keys():
-            raise DamagedCheckpointError(f"{saved.folder / INDEX} does not tell where {min(lost)} is")
+        self.asked = {tensor for name in states for tensor in saved.tensors_of(name)}
         self.reader = TensorReader(saved.folder, saved.index)
 
     def compare(self, ranks: Ranks, what: str) -> None:

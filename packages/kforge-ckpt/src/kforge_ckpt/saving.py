@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from kforge_ckpt import commit, state
 from kforge_ckpt._version import __version__
-from kforge_ckpt.errors import UnsupportedStateError
+from kforge_ckpt.errors import CheckpointError, UnsupportedStateError
 from kforge_ckpt.ranks import Ranks, plain_errors
 from kforge_ckpt.safetensors import FileRecord, Spec, dtype_name, file_order, write_tensors
 from kforge_ckpt.state import Json, Parts, Stateful
@@ -40,12 +40,14 @@ class Collected:
 
 
 def named(states: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
-    """The states themselves, or ValueError for a name or an object that cannot be one."""
+    """The states themselves, or UnsupportedStateError for a name or an object that cannot be one."""
     for name, obj in states.items():
         if not isinstance(name, str) or not name or name.startswith("$"):
-            raise ValueError(f"{name!r} cannot be the name of a state: a string that does not start with '$' can")
+            raise UnsupportedStateError(
+                f"{name!r} cannot be the name of a state: a string that does not start with '$' can"
+            )
         if not isinstance(obj, Stateful):
-            raise ValueError(f"{name} is a {type(obj).__name__}, which has no state_dict() and load_state_dict()")
+            raise UnsupportedStateError(f"{name} is a {type(obj).__name__}, without state_dict() and load_state_dict()")
     return states
 
 
@@ -63,12 +65,15 @@ def collect(states: Mapping[str, Stateful], meta: dict[str, Any] | None) -> Coll
     return Collected(whole, state.encode(dict(meta or {}), "meta"))
 
 
-def agree(ranks: Ranks, what: str, collected: Collected) -> Json:
+def agree(ranks: Ranks, what: str, step: int, collected: Collected) -> Json:
     """The tree of all ranks. Mostly all have the same, so digests are compared before trees travel."""
     parts = collected.parts
     specs = {name: f"{dtype_name(t.dtype, name)} {list(t.shape)}" for name, t in parts.tensors.items()}
     digest = hashlib.sha256(json.dumps([parts.tree, specs], sort_keys=True).encode()).hexdigest()
-    if len(set(ranks.gather(digest))) == 1:
+    steps, digests = zip(*ranks.gather((step, digest)), strict=True)
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"{what}: the ranks are at different steps, {sorted(set(steps))}")
+    if len(set(digests)) == 1:
         return parts.tree
     everyone = ranks.gather((parts.tree, specs))
 
@@ -100,7 +105,6 @@ def write(ranks: Ranks, what: str, folder: Path, collected: Collected) -> tuple[
 
     own_files = ranks.all(what, own)
     files = {name: record for one in ranks.gather(own_files) for name, record in one.items()}
-    commit.reached("all ranks written")
     return files, writer.index
 
 

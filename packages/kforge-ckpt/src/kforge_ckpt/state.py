@@ -184,6 +184,8 @@ def leaves(node: Json, kind: str) -> Iterator[str]:
             for item in node.values():
                 yield from leaves(item, kind)
         elif tag == kind:
+            if not isinstance(inner, str):
+                raise ValueError(f"{inner!r} is not a name")
             yield inner
         elif tag in ("$tuple", "$dict"):
             yield from leaves(inner, kind)
@@ -208,10 +210,8 @@ def _merge(ours: Json, theirs: Json, path: str, rank: int) -> Json:
                 else (ours if key in ours else theirs)[key]
                 for key in [*ours, *(key for key in theirs if key not in ours)]
             }
-        if tag == other_tag == "$tuple" and len(inner) == len(other):
-            return {
-                "$tuple": [_merge(a, b, f"{path}.{i}", rank) for i, (a, b) in enumerate(zip(inner, other, strict=True))]
-            }
+        if tag == other_tag == "$tuple":
+            return {"$tuple": _merge(inner, other, path, rank)}
         if tag in (None, "$dict") and other_tag in (None, "$dict"):
             return {"$dict": _merge_pairs(_pairs(ours), _pairs(theirs), path, rank)}
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):

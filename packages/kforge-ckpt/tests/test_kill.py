@@ -1,0 +1,148 @@
+"""kill -9 at each named point of a save, on one rank and on two; a rank whose write fails. C26 in its sync form."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from kforge_ckpt import Checkpointer, CheckpointError, PerRank, commit, safetensors
+from kforge_testing import RankFailure, run_ranks
+
+COMMITS_AT = commit.POINTS.index("renamed")
+
+
+class Box:
+    def __init__(self, **values: Any) -> None:
+        self.values: dict[str, Any] = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+def box_of(step: int, world: int) -> Box:
+    """Everything in it says which step it is."""
+    tensor: torch.Tensor = torch.full((64, 8), float(step))
+    if world > 1:
+        tensor = distribute_tensor(tensor, init_device_mesh("cpu", (world,)), [Shard(0)])
+    return Box(t=tensor, n=step, r=PerRank({"step": step, "t": torch.full((4,), float(step))}))
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(rank: int, world: int, folder: str, point: str, victim: int) -> None:
+    ckpt = Checkpointer(folder, keep_last=1)
+    ckpt.save(1, {"box": box_of(1, world)})
+    if rank == victim:
+        if point == "tensor bytes":  # in the middle of a file
+            safetensors.ChecksumWriter.write = die  # type: ignore[method-assign, assignment]
+        else:
+            commit.reached = lambda at: die() if at == point else None  # type: ignore[assignment]
+    ckpt.save(2, {"box": box_of(2, world)})
+
+
+def resume(rank: int, world: int, folder: str) -> tuple[int | None, list[int], list[str]]:
+    ckpt = Checkpointer(folder, keep_last=1)
+    box = box_of(0, world)
+    step = ckpt.restore({"box": box}, verify="full")
+    assert step is not None and box.values["n"] == step
+    tensor = box.values["t"]
+    assert (tensor.full_tensor() if world > 1 else tensor).equal(torch.full((64, 8), float(step)))
+    assert [one["step"] for one in box.values["r"]] == [step] * len(box.values["r"])
+    steps = ckpt.steps()
+    latest = Path(folder, "latest").read_text().strip()
+    assert (Path(folder) / latest / "COMMITTED").is_file()
+    ckpt.save(3, {"box": box_of(3, world)})
+    return step, steps, sorted(os.listdir(folder))
+
+
+CASES = [
+    *((1, 0, point) for point in (*commit.POINTS, "tensor bytes")),
+    *((2, 0, point) for point in ("staged", "all ranks written", "marker written", "renamed", "prune renamed")),
+    *((2, 1, point) for point in ("tensor bytes", "tensors written", "rank written")),
+]
+
+
+@pytest.mark.parametrize(("world", "victim", "point"), CASES)
+def test_kill_9_leaves_a_loadable_checkpoint(tmp_path: Path, world: int, victim: int, point: str) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(save_and_die, world, str(tmp_path), point, victim)
+    committed = point in commit.POINTS and commit.POINTS.index(point) >= COMMITS_AT
+    pruned = point in ("prune renamed", "pruned")
+    # After two ranks died, one process goes on: what is left must not depend on who comes next.
+    step, steps, names = resume(0, 1, str(tmp_path))
+    assert step == (2 if committed else 1)
+    assert steps == ([2] if pruned else [1, 2] if committed else [1])
+    assert names == ["latest", "step_00000003"]
+
+
+def failing_rank(rank: int, world: int, folder: str, victim: int, point: str) -> str:
+    ckpt = Checkpointer(folder)
+    ckpt.save(1, {"box": box_of(1, world)})
+
+    def full(at: str) -> None:
+        if at == point:
+            raise OSError(28, "No space left on device")
+
+    if rank == victim:
+        if point == "tensor bytes":
+            safetensors.ChecksumWriter.write = lambda *_: full(point)  # type: ignore[method-assign, assignment]
+        else:
+            commit.reached = full  # type: ignore[assignment]
+    with pytest.raises(CheckpointError) as error:
+        ckpt.save(2, {"box": box_of(2, world)})
+    assert sorted(os.listdir(folder)) == ["latest", "step_00000001"] or rank != 0  # rank 0 sweeps before it raises
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        (1, "tensor bytes"),
+        (1, "rank written"),
+        (0, "all ranks written"),
+        (0, "manifest written"),
+        (0, "marker written"),
+    ],
+)
+def test_one_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path: Path, victim: int, point: str) -> None:
+    errors = run_ranks(failing_rank, 2, str(tmp_path), victim, point)
+    assert errors[0] == errors[1]
+    assert f"rank {victim}: OSError: [Errno 28] No space left on device" in errors[0]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+    assert resume(0, 1, str(tmp_path))[0] == 1
+
+
+def test_a_latest_that_dangles_or_lies_costs_nothing(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, {"box": box_of(1, 1)})
+    for text in ("step_00000009\n", "", "../elsewhere"):
+        (tmp_path / "latest").write_text(text)
+        box = box_of(0, 1)
+        assert ckpt.restore({"box": box}) == 1 and box.values["n"] == 1
+    ckpt.save(2, {"box": box_of(2, 1)})
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+
+
+def test_tidying_that_fails_does_not_undo_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    ckpt = Checkpointer(tmp_path, keep_last=1)
+    ckpt.save(1, {"box": box_of(1, 1)})
+    monkeypatch.setattr(commit, "delete", fail)
+    assert ckpt.save(2, {"box": box_of(2, 1)}) is True
+    assert ckpt.latest() == 2 and "tidying up" in caplog.text
