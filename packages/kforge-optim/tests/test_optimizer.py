@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from optim_models import TinyModel, batches, summed_loss, tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,8 +35,9 @@ def train(model: nn.Module, optimizer: Optimizer, of: OptimConfig, steps: range,
 
 
 def sharded(model: TinyModel, **options: Any) -> TinyModel:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.layers.values(), model):
-        fully_shard(module, **options)
+        fully_shard(module, mesh=mesh, **options)
     for module in (*model.layers.values(), model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

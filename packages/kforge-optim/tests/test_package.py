@@ -23,7 +23,7 @@ def test_readme_program_learns(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(program[1], names)
     assert "matrices" in capsys.readouterr().out
-    assert float(names["loss"]) < 2.0 < 4.15  # ln 64 = 4.16  # type: ignore[arg-type]
+    assert names["loss"].item() < 2.0  # type: ignore[attr-defined]  # from ln 64 = 4.16
     assert names["saved"]["schedule_step"] == 100  # type: ignore[index]
 
 

@@ -9,11 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """``target.copy_(source)`` for each pair, in one launch. Stands in for that loop."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
 def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
     """``target.mul_(factor)`` for each, in one launch; ``factor`` is 0-dim. Stands in for that loop."""
     torch._foreach_mul_(list(targets), factor)

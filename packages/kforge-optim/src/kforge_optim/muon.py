@@ -2,7 +2,7 @@
 
 The update is that of the whole matrix under any sharding. Momentum is elementwise and stays sharded; each rank gathers
 the whole matrix, orthogonalises it, and keeps the part of the result that it owns. All ranks that share a matrix do
-the same work on the same bits. Matrices of one shape go through as one batch: few launches, one collective.
+the same work on the same bits. Matrices of one shape are orthogonalised as one batch: few launches, one collective.
 
 Names of shapes: N matrices of R rows and C columns; r, c are what lies on this rank.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from kforge_optim._torch import foreach_copy_, stacked
+from kforge_optim._torch import stacked
 from kforge_optim.algorithm import Slot, register_optimizer
 from kforge_optim.config import OptimConfig
 from kforge_optim.sharding import local, local_gradient
@@ -75,42 +75,54 @@ class Muon:
         self, slots: Sequence[Slot], *, lr: float, weight_decay: float, scale: Tensor | None, gate: Tensor | None
     ) -> None:
         """One step; see `Algorithm.update`. Every rank that shares a matrix must call it with the same slots."""
+        accept = None if gate is None else gate > 0
         for batch in _batches(slots):
-            weights = [local(slot.parameter) for slot in batch]
-            buffers = [local(slot.state["momentum_buffer"]) for slot in batch]
-            grad_Nrc = torch.stack([local_gradient(slot.parameter) for slot in batch])
-            if scale is not None:
-                grad_Nrc = grad_Nrc * scale.to(grad_Nrc.dtype)
-            old_Nrc = torch.stack(buffers)
-            buffer_Nrc = old_Nrc.lerp(grad_Nrc, 1 - self.momentum)
-            update_Nrc = self._orthogonalise(grad_Nrc.lerp(buffer_Nrc, self.momentum), batch[0].parameter)
-            weight_Nrc = torch.stack(weights)
-            size = lr * 0.2 * math.sqrt(max(batch[0].parameter.shape))
-            stepped_Nrc = (weight_Nrc * (1 - lr * weight_decay)).sub_(update_Nrc, alpha=size)
-            if gate is not None:
-                accept = gate > 0
-                buffer_Nrc = torch.where(accept, buffer_Nrc, old_Nrc)
-                stepped_Nrc = torch.where(accept, stepped_Nrc, weight_Nrc)
-            foreach_copy_(buffers, buffer_Nrc.unbind())
-            foreach_copy_(weights, stepped_Nrc.unbind())
+            rows_cols = batch[0].parameter.shape
+            updates = [self._momentum(slot, scale, accept) for slot in batch]
+            ortho_Nrc = self._orthogonalise(torch.stack(updates), batch[0].parameter)
+            size = lr * 0.2 * math.sqrt(max(rows_cols))
+            for slot, ortho_rc in zip(batch, ortho_Nrc.unbind(), strict=True):
+                weight_rc = local(slot.parameter)
+                _put(weight_rc, (weight_rc * (1 - lr * weight_decay)).sub_(ortho_rc, alpha=size), accept)
+
+    def _momentum(self, slot: Slot, scale: Tensor | None, accept: Tensor | None) -> Tensor:
+        """Move the momentum of one matrix; return the local part of what is orthogonalised, in Newton-Schulz's dtype.
+
+        What is gathered travels in that dtype: bfloat16 halves it.
+        """
+        grad_rc = local_gradient(slot.parameter)
+        if scale is not None:
+            grad_rc = grad_rc * scale.to(grad_rc.dtype)
+        old_rc = local(slot.state["momentum_buffer"])
+        buffer_rc = old_rc.lerp(grad_rc, 1 - self.momentum)
+        update_rc = grad_rc.lerp(buffer_rc, self.momentum)
+        _put(old_rc, buffer_rc, accept)
+        if update_rc.dtype == torch.float64:
+            return update_rc
+        return update_rc.to(self.ns_dtype or (torch.bfloat16 if update_rc.is_cuda else update_rc.dtype))
 
     def _orthogonalise(self, update_Nrc: Tensor, like: nn.Parameter) -> Tensor:
-        """Shards [N,r,c] laid out as ``like`` -> shards of the orthogonalised whole matrices, in the same dtype."""
-        dtype = update_Nrc.dtype
-        if dtype != torch.float64:
-            update_Nrc = update_Nrc.to(self.ns_dtype or (torch.bfloat16 if update_Nrc.is_cuda else dtype))
+        """Shards [N,r,c] laid out as ``like`` -> the same shards of the orthogonalised whole matrices."""
         if not isinstance(like, DTensor):
-            return newton_schulz(update_Nrc, steps=self.ns_steps).to(dtype)
+            return newton_schulz(update_Nrc, steps=self.ns_steps)
         mesh, placements = like.device_mesh, [stacked(placement) for placement in like.placements]
         shape = torch.Size((update_Nrc.size(0), *like.shape))
         stride = (shape[1] * shape[2], shape[2], 1)
         whole_NRC = DTensor.from_local(
-            update_Nrc.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+            update_Nrc, mesh, placements, run_check=False, shape=shape, stride=stride
         ).full_tensor()
-        whole_NRC = newton_schulz(whole_NRC, steps=self.ns_steps).to(dtype)
+        whole_NRC = newton_schulz(whole_NRC, steps=self.ns_steps)
         everywhere = DTensor.from_local(whole_NRC, mesh, [Replicate()] * mesh.ndim, run_check=False)
         # From Replicate to Shard each rank cuts out its own part; nothing is sent.
         return local(everywhere.redistribute(placements=placements))
+
+
+def _put(old: Tensor, new: Tensor, accept: Tensor | None) -> None:
+    """``old`` becomes ``new`` where the device scalar ``accept`` is true, and keeps every bit where it is not."""
+    if accept is None:
+        old.copy_(new)
+    else:
+        torch.where(accept, new, old, out=old)
 
 
 def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
