@@ -56,9 +56,7 @@ def run(tracker: Tracker, clock: Clock, first: int, last: int, *, tokens: Any = 
 
 
 def test_values_of_a_steady_run() -> None:
-    tracker, sink, clock = make(
-        total_steps=25, world=4, flops_per_token=1e9, flops_per_token_palm=2e9, peak_flops_per_device=1e12
-    )
+    tracker, sink, clock = make(total_steps=25, world=4, flops_per_token=1e9, flops_per_token_palm=2e9, peak_flops=1e12)
     run(tracker, clock, 1, 25)
     assert [event.step for event in sink.events] == [10, 20, 25]
     for values in sink.steps():
@@ -102,9 +100,10 @@ def test_first_values_after_a_resume_are_sane(every: int) -> None:
     tracker, _, clock = make(every_steps=every)
     run(tracker, clock, 1, 100, tokens=10_000, seconds=10.0)
     state = tracker.state_dict()
-    assert state == {"tokens_total": 1_000_000, "skipped_total": 0}
+    assert state == {"step": 100, "tokens_total": 1_000_000, "skipped_total": 0}
 
-    again, sink, clock = make(every_steps=every, first_step=100)
+    again, sink, clock = make(every_steps=every)
+    clock.time += 300.0  # restoring takes its time
     again.load_state_dict(state)
     assert again.done_steps == 100
     run(again, clock, 101, 115, tokens=10_000, seconds=10.0)
@@ -147,7 +146,7 @@ def test_pause_before_the_first_step_and_flush_inside_a_pause() -> None:
 
 
 def test_two_log_points_in_the_same_instant() -> None:
-    tracker, sink, clock = make(every_steps=1, flops_per_token=1.0, peak_flops_per_device=1.0)
+    tracker, sink, clock = make(every_steps=1, flops_per_token=1.0, peak_flops=1.0)
     run(tracker, clock, 1, 1)
     run(tracker, clock, 2, 2, seconds=0.0)
     run(tracker, clock, 3, 3, seconds=-1.0)  # a clock that was set back
@@ -174,14 +173,14 @@ def test_skipped_steps_are_counted_and_left_out_of_the_means() -> None:
         clock.time += 1.0
         loss = torch.tensor(float(step) if gate else math.nan)
         norm = torch.tensor(1.0 if gate else math.inf)
-        tracker.step(step, tokens=100, loss=loss, norm=norm, skipped=1 - torch.tensor(gate))
+        tracker.step(step, tokens=100, loss=loss, norm=norm, gate=torch.tensor(gate))
     first, second = sink.steps()
     assert first["loss"] == 2.0 and first["grad_norm"] == 1.0 and first["skipped"] == 1
     # Nothing was accepted: what was seen is shown as it was.
     assert math.isnan(second["loss"]) and second["grad_norm"] == math.inf and second["skipped"] == 3
     assert sink.column("skipped_total") == [1, 4] and sink.column("tokens_total") == [300, 600]
     assert sink.column("tokens_per_s") == pytest.approx([100, 100])
-    assert tracker.state_dict() == {"tokens_total": 600, "skipped_total": 4}
+    assert tracker.state_dict() == {"step": 6, "tokens_total": 600, "skipped_total": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -220,9 +219,9 @@ def test_state_holds_the_steps_that_no_line_was_due_for() -> None:
 )
 def test_totals_do_not_depend_on_restarts(every: int, cuts: list[int], tokens: list[int]) -> None:
     """A run of 40 steps stopped at any steps and gone on with from its state: each step is in one interval."""
-    state, done, seen = {"tokens_total": 0, "skipped_total": 0}, 0, []
+    state, done, seen = {"step": 0, "tokens_total": 0, "skipped_total": 0}, 0, []
     for end in [*sorted(cuts), 40]:
-        tracker, sink, clock = make(every_steps=every, first_step=done, total_steps=40)
+        tracker, sink, clock = make(every_steps=every, total_steps=40)
         tracker.load_state_dict(state)
         for step in range(done + 1, end + 1):
             clock.time += 1.0
@@ -284,6 +283,15 @@ def test_a_sink_that_fails_is_reported_once_and_stops_nothing(caplog: pytest.Log
     assert len(caplog.records) == 1 and "Broken" in caplog.text and "disk full" in caplog.text
 
 
+def test_start_at_starts_the_clock_anew() -> None:
+    tracker, sink, clock = make(every_steps=5)
+    clock.time += 300.0
+    tracker.start_at(100)
+    assert tracker.done_steps == 100
+    run(tracker, clock, 101, 105)
+    assert sink.column("tokens_per_s") == pytest.approx([1000]) and sink.steps()[0]["first_step_s"] == 1.0
+
+
 def test_wrong_sizes_are_named() -> None:
     with pytest.raises(ValueError, match="every_steps = 0"):
         Tracker([], every_steps=0)
@@ -302,7 +310,7 @@ def test_cuda_steps_never_synchronise() -> None:
     try:
         for step in range(1, 10):
             loss = values[step - 1]
-            tracker.step(step, tokens=tokens, loss=loss, norm=loss, lr=0.1, skipped=loss * 0)
+            tracker.step(step, tokens=tokens, loss=loss, norm=loss, lr=0.1, gate=loss * 0 + 1)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert [event.step for event in sink.events] == [3, 6]  # the last is on its way

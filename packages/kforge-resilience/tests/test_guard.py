@@ -143,7 +143,7 @@ def test_verdict_is_a_string_that_survives_pickle() -> None:
     verdict = Verdict("stop", step=3, stop_ranks=(1,), reason="why")
     again = pickle.loads(pickle.dumps(verdict))
     assert again == "stop" and again.step == 3 and again.stop_ranks == (1,) and again.reason == "why"
-    assert {verdict: 1}["stop"] == 1
+    assert {verdict: 1}["stop"] == 1 and again.action == "stop" and type(again.action) is str
 
 
 def test_gate_leaves_weights_alone_when_a_gradient_is_not_finite() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kforge_metrics")
 
-LOSS, NORM, TOKENS, SCORED, SKIPPED = range(5)  # columns of the buffer
+LOSS, NORM, TOKENS, SCORED, GATE = range(5)  # columns of the buffer
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ class Tracker:
     All ranks call it alike; only rank 0 sends events. A sink that fails is reported once and never stops the run.
 
     ``world``: devices that work on the run together. ``flops_per_token``: forward and backward, with causal attention
-    counted once; ``flops_per_token_palm``: with the full square, as most others print it. ``peak_flops_per_device``:
-    by default that of ``device`` for bfloat16, see `peak_flops`. ``clock`` (seconds, any origin) and ``now`` (seconds
+    counted once; ``flops_per_token_palm``: with the full square, as most others print it.
+    ``peak_flops``: of one device, in FLOP/s; by default what the function `peak_flops` knows of ``device`` for
+    bfloat16. ``clock`` (seconds, any origin) and ``now`` (seconds
     since 1970) are there for tests.
     """
 
@@ -113,7 +114,7 @@ class Tracker:
         rank: int = 0,
         total_steps: int | None = None,
         first_step: int = 0,
-        peak_flops_per_device: float | None = None,
+        peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -126,9 +127,9 @@ class Tracker:
         self.device = torch.device(device)
         self.flops_per_token, self.flops_per_token_palm = flops_per_token, flops_per_token_palm
         cuda = self.device.type == "cuda"
-        if peak_flops_per_device is None and cuda:
-            peak_flops_per_device = throughput.peak_flops(torch.cuda.get_device_name(self.device))
-        self.peak_flops_per_device = peak_flops_per_device
+        if peak_flops is None and cuda:
+            peak_flops = throughput.peak_flops(torch.cuda.get_device_name(self.device))
+        self.peak_flops = peak_flops
         self.done_steps = first_step
         """Steps done: the number that the last `step` was given."""
         self.last: Event | None = None
@@ -156,14 +157,14 @@ class Tracker:
         loss: float | Tensor,
         norm: float | Tensor | None = None,
         lr: float | None = None,
-        skipped: bool | int | Tensor = False,
+        gate: float | Tensor = 1.0,
         scored_tokens: int | Tensor | None = None,
     ) -> None:
         """One optimizer step was given to the device; never waits for it.
 
         next_step: steps done now (1 after the first). tokens: of the whole global batch. loss: its global mean over
-        scored tokens. norm: global gradient norm before clipping. lr: rate of this step. skipped: 1 when the step
-        changed no weight (``1 - gate``). scored_tokens: the loss's denominator, and so its weight in the mean; by
+        scored tokens. norm: global gradient norm before clipping. lr: rate of this step. gate: 1, or 0 when the
+        step was skipped and changed no weight. scored_tokens: the loss's denominator, and so its weight in the mean; by
         default ``tokens``. Tensors are 0-dim of any dtype; they are copied, and may be overwritten afterwards.
         """
         self._send_due()
@@ -171,7 +172,7 @@ class Tracker:
             self._close_interval()  # steps that were not numbered one by one
         row = self._interval.rows
         scored = tokens if scored_tokens is None else scored_tokens
-        for column, value in ((LOSS, loss), (NORM, norm), (TOKENS, tokens), (SCORED, scored), (SKIPPED, skipped)):
+        for column, value in ((LOSS, loss), (NORM, norm), (TOKENS, tokens), (SCORED, scored), (GATE, gate)):
             if isinstance(value, Tensor):
                 self._buffer[row, column].copy_(value.detach())
             elif value is not None:
@@ -241,14 +242,20 @@ class Tracker:
         self._send_due()
         rows = self._rows(self._interval, self._buffer.cpu())
         return {
+            "step": self.done_steps,
             "tokens_total": self._tokens_total + round(sum(row[TOKENS] for row in rows)),
-            "skipped_total": self._skipped_total + sum(row[SKIPPED] > 0 for row in rows),
+            "skipped_total": self._skipped_total + sum(not row[GATE] > 0 for row in rows),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from these totals. Steps gathered so far are forgotten, and the clock starts anew."""
+        """Go on from these totals and this step, see `start_at`."""
         self._tokens_total = int(state["tokens_total"])
         self._skipped_total = int(state["skipped_total"])
+        self.start_at(int(state["step"]))
+
+    def start_at(self, step: int) -> None:
+        """So many steps are done, and the next one begins: steps gathered so far are forgotten, time starts anew."""
+        self.done_steps = step
         self._due, self._fresh = None, True
         start = self._stamp()
         self._interval = _Interval(start, start)
@@ -292,13 +299,13 @@ class Tracker:
         if interval.first is not None and len(rows) > 1:
             start, timed = interval.first, rows[1:]
         elapsed_s, waited_s = interval.last.training_s(start), interval.last.waited_s - start.waited_s
-        accepted = [row for row in rows if not row[SKIPPED] > 0]
+        accepted = [row for row in rows if row[GATE] > 0]
         skipped = len(rows) - len(accepted)
         self._tokens_total += round(sum(row[TOKENS] for row in rows))
         self._skipped_total += skipped
         shown = accepted or rows
         per_s = throughput.tokens_per_second(sum(row[TOKENS] for row in timed), elapsed_s)
-        peak = self.peak_flops_per_device
+        peak = self.peak_flops
         values: dict[str, Any] = {
             "loss": _mean([row[LOSS] for row in shown], [row[SCORED] for row in shown]),
             "grad_norm": _mean([row[NORM] for row in shown]) if self._has_norm else None,

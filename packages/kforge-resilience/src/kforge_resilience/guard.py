@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,11 @@ class Verdict(str):
         self.ranks, self.stop_ranks = ranks, stop_ranks
         self.skipped_in_a_row, self.skipped_total = skipped_in_a_row, skipped_total
         return self
+
+    @property
+    def action(self) -> Action:
+        """The word itself, for those who prefer a name to a comparison with the verdict."""
+        return cast(Action, str(self))
 
 
 @dataclass(frozen=True)
