@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
     from kforge_parallel.world import World as World
+    from kforge_parallel.world import choose_device as choose_device
     from kforge_parallel.world import expand_hosts as expand_hosts
     from kforge_parallel.world import find_world as find_world
     from kforge_parallel.world import launch as launch
@@ -34,6 +35,7 @@ _HOME = {
     "ParallelConfig": "config",
     "Precision": "precision",
     "World": "world",
+    "choose_device": "world",
     "compile_blocks": "compile",
     "expand_hosts": "world",
     "find_world": "world",

@@ -83,8 +83,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     generate.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     generate.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (default: 0.8)")
-    generate.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens (default: all)")
-    generate.add_argument("--top-p", type=float, metavar="P", help="only the likeliest that make up P (default: all)")
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest (default: 0, all)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that make up P")
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
 
     quick = command("quickstart", _quickstart, "From text to a trained model and a report, on this machine.")

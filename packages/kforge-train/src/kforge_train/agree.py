@@ -1,0 +1,32 @@
+"""Before the first step, all ranks say what they are about to run; one that differs is named (law 7)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+
+def digest(value: Any) -> str:
+    """Sixteen hexadecimal digits of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def check_agreement(facts: dict[str, Any]) -> None:
+    """Compare ``facts`` over all ranks. Raises RuntimeError, on every rank alike, that names fact and ranks.
+
+    With dp_shard as the only axis no two ranks hold the same parameter, so there is no copy to compare yet.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: digest(value) for name, value in facts.items()})
+    for name in facts:
+        odd = [rank for rank, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
+        if odd:
+            raise RuntimeError(
+                f"ranks {odd} have another {name} than rank 0 ({everyone[odd[0]][name]} and {everyone[0][name]}); "
+                "start every process with the same command, environment and files"
+            )

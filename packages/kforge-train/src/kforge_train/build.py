@@ -1,0 +1,205 @@
+"""From a JobConfig to everything that a run consists of, in the one order that works."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kforge_ckpt import Checkpointer, RngState
+from kforge_data import Loader, TokenShards
+from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
+from kforge_model import Transformer, flops_per_token
+from kforge_optim import Optimizer, build_optimizer
+from kforge_parallel import Mesh, find_world, launch, parallelize, precision_of, resolve_axes, shutdown
+from kforge_resilience import Guard, StopRequest
+from kforge_train.agree import check_agreement
+from kforge_train.config import JobConfig
+from kforge_train.engine import PlainEngine
+from kforge_train.resolve import ConfigError, to_toml
+
+
+@dataclass
+class Job:
+    """The parts of a run, built and restored; `Trainer` is what moves them."""
+
+    config: JobConfig
+    mesh: Mesh
+    model: nn.Module
+    optimizer: Optimizer
+    loader: Loader
+    heldout: TokenShards | None
+    engine: PlainEngine
+    guard: Guard
+    stop: StopRequest
+    checkpointer: Checkpointer
+    rng: RngState
+    tracker: Tracker
+    log: logging.Logger
+
+
+def checkpoint_dir(config: JobConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.ckpt.dir) if config.ckpt.dir else Path(config.train.run_dir) / "checkpoints"
+
+
+def check(config: JobConfig, world_size: int) -> None:
+    """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
+    axes = resolve_axes(config.parallel, world_size)
+    ranks = axes["dp_replicate"] * axes["dp_shard"]
+    data = config.data
+    if not data.train:
+        raise ConfigError("data.train is empty; name a folder of token shards (kforge-data tokenize writes one)")
+    if data.global_rows % ranks:
+        raise ConfigError(
+            f"data.global_rows = {data.global_rows} cannot be shared evenly by {ranks} data ranks; "
+            f"use a multiple of {ranks}"
+        )
+    micro = data.microbatch_rows
+    if micro is not None and (data.global_rows // ranks) % micro:
+        raise ConfigError(
+            f"data.microbatch_rows = {micro} does not divide the {data.global_rows // ranks} rows that each of "
+            f"{ranks} data ranks has in a step (global_rows = {data.global_rows})"
+        )
+    for name in ("train", "heldout"):
+        folder = getattr(data, name)
+        if not folder:
+            continue
+        try:
+            source = TokenShards(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.{name}: {error}") from error
+        if source.vocab_size > config.model.vocab_size:
+            raise ConfigError(
+                f"data.{name} = {folder} was made with a vocabulary of {source.vocab_size} tokens, more than "
+                f"model.vocab_size = {config.model.vocab_size}; raise --model.vocab_size"
+            )
+    if config.train.eval_every_steps and not data.heldout:
+        raise ConfigError("train.eval_every_steps is set, but data.heldout names no folder to evaluate on")
+    checkpoints = checkpoint_dir(config)
+    if not config.ckpt.resume and Checkpointer(checkpoints).latest() is not None:
+        raise ConfigError(
+            f"ckpt.resume = false, but {checkpoints} holds checkpoints already; choose another --train.run_dir, "
+            "or let it resume"
+        )
+
+
+def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
+    """The model of a job, spread over ``mesh``, with its initial values."""
+    seed = config.train.seed
+    return parallelize(
+        lambda: Transformer(config.model),
+        mesh,
+        config.parallel,
+        init=lambda model: model.init_weights(seed),  # type: ignore[operator]
+        gradients="sum",
+        cast_inputs=False,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What produced a run: Python, torch and every kforge package."""
+    from importlib.metadata import version
+
+    names = ("model", "parallel", "data", "optim", "ckpt", "resilience", "metrics", "train")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{f"kforge-{name}": version(f"kforge-{name}") for name in names},
+    }
+
+
+@contextmanager
+def build(config: JobConfig) -> Iterator[Job]:
+    """Build every part of a run; on leaving, files are closed, signal handlers restored and the group left."""
+    check(config, find_world().size)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    mesh = launch(config.parallel)
+    try:
+        with _parts(config, mesh) as job:
+            yield job
+    finally:
+        shutdown()
+
+
+@contextmanager
+def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
+    run_dir = Path(config.train.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if mesh.rank == 0:
+        (run_dir / "config.toml").write_text(to_toml(config))
+    log = get_logger(rank=mesh.rank, world=mesh.size, run_dir=run_dir)
+    torch.manual_seed(config.train.seed + mesh.rank)  # nothing in the steady loop draws; a user's hook may
+    source = TokenShards(config.data.train)
+    check_agreement({"config": asdict(config), "versions": versions(), "training data": source.fingerprint})
+
+    with StopRequest(config.resilience.stop_signals) as stop:
+        model = build_model(config, mesh)
+        data = config.data
+        loader = Loader(
+            source,
+            row_tokens=data.row_tokens,
+            global_rows=data.global_rows,
+            microbatch_rows=data.microbatch_rows,
+            rank=mesh.data_rank,
+            world=mesh.data_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            isolate_documents=data.isolate_documents,
+            workers=data.workers,
+            device=mesh.device,
+        )
+        tracker = _tracker(config, mesh, run_dir)
+        job = Job(
+            config=config,
+            mesh=mesh,
+            model=model,
+            optimizer=build_optimizer(model, config.optim, config.train.steps),
+            loader=loader,
+            heldout=TokenShards(data.heldout) if data.heldout else None,
+            engine=PlainEngine(model, mesh.size),
+            guard=Guard(config.resilience, mesh.device, on_event=tracker.on_event),
+            stop=stop,
+            checkpointer=Checkpointer(
+                checkpoint_dir(config), keep_last=config.ckpt.keep_last, keep_every=config.ckpt.keep_every
+            ),
+            rng=RngState(),
+            tracker=tracker,
+            log=log,
+        )
+        try:
+            yield job
+        finally:
+            loader.close()
+            tracker.close()
+            close_logger()
+
+
+def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path) -> Tracker:
+    sinks: list[Any] = []
+    if mesh.rank == 0 and config.metrics.jsonl:
+        sinks.append(JsonlSink(run_dir / "events.jsonl"))
+    if mesh.rank == 0 and config.metrics.console:
+        sinks.append(ConsoleSink(config.train.steps))
+    compute = precision_of(config.parallel.precision).compute
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    row = config.data.row_tokens
+    return Tracker(
+        sinks,
+        every_steps=config.metrics.every_steps,
+        flops_per_token=flops_per_token(config.model, row),
+        flops_per_token_palm=flops_per_token(config.model, row, causal=False),
+        peak_flops=peak_flops(name, compute),
+        world=mesh.size,
+        rank=mesh.rank,
+        device=mesh.device,
+        total_steps=config.train.steps,
+    )

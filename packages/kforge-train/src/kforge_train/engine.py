@@ -1,0 +1,52 @@
+"""The forward and backward of one optimizer step, and the count of tokens that its loss is a mean over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kforge_model import Rows
+from kforge_parallel import set_last_microbatch
+
+Batch = dict[str, Any]
+
+
+def rows_of(batch: Batch) -> Rows:
+    """What the model is told about a microbatch beside its ids: positions and document boundaries."""
+    return Rows(
+        position_ids=batch["position_ids"],
+        cu_seqlens=batch["cu_seqlens"],
+        max_seqlen=batch["max_seqlen"],
+        doc_ids=batch["doc_ids"],
+    )
+
+
+class PlainEngine:
+    """Runs the microbatches of a window one after the other; gradients are reduced in the last backward."""
+
+    def __init__(self, model: nn.Module, group_size: int) -> None:
+        self.model = model
+        self.group_size = group_size
+
+    def scored_tokens(self, window: list[Batch]) -> torch.Tensor:
+        """Labels that count, summed over the window and over every data rank: float64 device scalar."""
+        count = torch.stack([(batch["labels"] != -100).sum() for batch in window]).sum()
+        if self.group_size > 1:
+            dist.all_reduce(count)
+        return count.to(torch.float64)
+
+    def forward_backward(self, window: list[Batch], scale: torch.Tensor) -> torch.Tensor:
+        """Add the gradients of the window to ``.grad``; return this rank's part of the loss, a device scalar.
+
+        ``scale`` is 1 / scored tokens of the global window, so that the parts of all ranks add up to the mean.
+        """
+        parts = []
+        for i, batch in enumerate(window):
+            set_last_microbatch(self.model, i == len(window) - 1)
+            loss, _ = self.model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=scale)
+            loss.backward()
+            parts.append(loss.detach())
+        return torch.stack(parts).sum()

@@ -1,0 +1,88 @@
+"""The loss on held-out text: during training, and of a run that is over."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kforge_data import TokenShards, evaluation_batches
+from kforge_parallel import Mesh, launch, shutdown
+from kforge_train.config import JobConfig
+from kforge_train.engine import rows_of
+from kforge_train.errors import ConfigError, config_errors
+from kforge_train.restore import load_run, restore_weights
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, source: TokenShards, config: JobConfig, mesh: Mesh, max_rows: int = 0
+) -> dict[str, float]:
+    """Mean loss over the scored tokens of the first ``max_rows`` rows (0: all), over all ranks.
+
+    Returns loss (nats a token), perplexity, bits_per_byte (the text's own ratio of tokens to bytes applied to the
+    loss), and tokens (how many were scored).
+    """
+    data = config.data
+    training = model.training
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    one = torch.ones((), dtype=torch.float64, device=mesh.device)
+    try:
+        for batch in evaluation_batches(
+            source,
+            row_tokens=data.row_tokens,
+            microbatch_rows=data.microbatch_rows or max(1, data.global_rows // mesh.data_size),
+            rank=mesh.data_rank,
+            world=mesh.data_size,
+            max_rows=max_rows,
+            isolate_documents=data.isolate_documents,
+            device=mesh.device,
+        ):
+            _, nll = model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=one)
+            total += torch.stack([nll.sum(dtype=torch.float64), (batch["labels"] != -100).sum().to(torch.float64)])
+    finally:
+        model.train(training)
+    if mesh.size > 1:
+        dist.all_reduce(total)
+    nats, tokens = total.tolist()
+    if not tokens:
+        raise ValueError("the held-out text has no token to score: every document is shorter than two tokens")
+    loss = nats / tokens
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 80.0)),
+        "bits_per_byte": loss * source.tokens / source.text_bytes / math.log(2),
+        "tokens": tokens,
+    }
+
+
+def evaluate_run(run_dir: Path, step: int | None = None, data: Path | None = None) -> dict[str, float]:
+    """Score the whole held-out text of a run, or the token shards in ``data``, with the weights of ``step`` (None:
+    the newest). Every process of a job calls it. Returns what `evaluate` does, and the ``step``."""
+    config = load_run(run_dir)
+    folder = data or config.data.heldout
+    if not folder:
+        raise ConfigError(f"the run {run_dir} has no held-out text; name token shards with --data")
+    with config_errors():
+        source = TokenShards(folder)
+        mesh = launch(config.parallel)
+    try:
+        model, at = restore_weights(config, mesh, step)
+        return {**evaluate(model, source, config, mesh), "step": at, "rank": mesh.rank}
+    finally:
+        shutdown()
+
+
+def main(run_dir: Path, step: int | None = None, data: Path | None = None) -> int:
+    """`kforge eval`: print the held-out loss of a run. Returns the exit code."""
+    values = evaluate_run(run_dir, step, data)
+    if values["rank"] == 0:
+        print(
+            f"step {values['step']:.0f}: {values['loss']:.4f} nats/token, {values['bits_per_byte']:.4f} bits/byte, "
+            f"perplexity {values['perplexity']:.2f} over {values['tokens']:,.0f} tokens"
+        )
+    return 0

@@ -1,0 +1,82 @@
+"""`kforge generate`: text from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kforge_train.resolve import ConfigError
+
+
+def sample(
+    run_dir: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+) -> str:
+    """The prompt and what the run's newest weights (or those of ``step``) make of it, on one device."""
+    from kforge_ckpt import Checkpointer
+    from kforge_data import Tokenizer
+    from kforge_model import Transformer, generate
+    from kforge_parallel import choose_device, find_world
+    from kforge_train.build import checkpoint_dir
+    from kforge_train.restore import load_run
+
+    config = load_run(run_dir)
+    if not config.data.tokenizer:
+        raise ConfigError(f"the run {run_dir} names no tokenizer (data.tokenizer), so its tokens are no text")
+    tokenizer = Tokenizer.load(config.data.tokenizer)
+    device = choose_device(config.parallel, replace(find_world({}), local_rank=0))
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    model.to_empty(device=device)
+    model.init_weights(config.train.seed)  # ties, and what no checkpoint holds
+    if Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step) is None:
+        raise ConfigError(f"{checkpoint_dir(config)} holds no committed checkpoint yet")
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    generator = torch.Generator(device=device).manual_seed(seed)
+    out = generate(
+        model,
+        torch.tensor([ids], device=device),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_id=tokenizer.eos_id,
+        generator=generator,
+    )
+    return tokenizer.decode(out[0].tolist(), skip_special=True)
+
+
+def main(
+    run_dir: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+) -> int:
+    """Print a sample. Returns the exit code."""
+    print(
+        sample(
+            run_dir,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            step=step,
+        )
+    )
+    return 0

@@ -1,0 +1,206 @@
+"""`kforge quickstart`: from the text on this machine to a trained model and a report, in a few minutes.
+
+Every stage is a command that can be typed, and is printed before it runs. Training is stopped by a signal two thirds
+of the way and started again: a run that does not resume is not worth starting. At the end the model has to beat what
+counting pairs of tokens can do, or the command fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kforge_train.cpu import has_fast_bf16
+from kforge_train.errors import ConfigError
+
+MARGIN = 0.15
+"""Nats a token by which the model must beat the Kneser-Ney bigram."""
+DEFAULT_TRAINING_MINUTES = 3.0
+CALIBRATION_STEPS = 24
+PROMPT = "def read_config(path):\n"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where the quickstart keeps what it makes."""
+
+    root: Path
+
+    corpus = property(lambda self: self.root / "corpus.jsonl")
+    tokenizer = property(lambda self: self.root / "tokenizer.json")
+    tokens = property(lambda self: self.root / "tokens")
+    run = property(lambda self: self.root / "run")
+    calibration = property(lambda self: self.root / "calibration")
+    report = property(lambda self: self.root / "report.html")
+
+
+def main(folder: Path, minutes: float | None = None) -> int:
+    """Run the whole story in ``folder``. ``minutes``: how long to train. Returns the exit code: 1 when the model
+    did not beat the bigram, or a stage failed."""
+    if minutes is not None and minutes <= 0:
+        raise ConfigError(f"--minutes {minutes:g} must be above 0")
+    paths = Paths(folder)
+    if (paths.run / "config.toml").exists():
+        raise ConfigError(f"{paths.run} holds a run already; remove {folder}, or choose another place with --dir")
+    minutes = minutes or DEFAULT_TRAINING_MINUTES
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    prepare_text(paths)
+    job = choose_job(paths, minutes)
+    train_in_two_parts(paths, job)
+    return judge(paths, time.monotonic() - started)
+
+
+def prepare_text(paths: Paths) -> None:
+    """Text, tokenizer and token shards; a stage whose result is there already is not done again."""
+    if not paths.corpus.exists():
+        data_command("corpus", "stdlib", "--out", str(paths.corpus))
+    if not paths.tokenizer.exists():
+        data_command("train-tokenizer", str(paths.corpus), "--vocab-size", "4096", "--out", str(paths.tokenizer))
+    if not (paths.tokens / "heldout" / "index.json").exists():
+        tokens = ["--tokenizer", str(paths.tokenizer), "--heldout", "0.05", "--out", str(paths.tokens)]
+        data_command("tokenize", str(paths.corpus), *tokens)
+
+
+def choose_job(paths: Paths, minutes: float) -> list[str]:
+    """The training command's arguments, sized for this machine and the minutes."""
+    import torch
+
+    preset = "quickstart-gpu" if torch.cuda.is_available() else "quickstart-10m" if minutes >= 20 else "quickstart"
+    fast_bf16 = torch.cuda.is_available() or has_fast_bf16()
+    job = [
+        preset,
+        *("--parallel.precision", "bf16" if fast_bf16 else "fp32"),
+        *("--data.train", str(paths.tokens / "train")),
+        *("--data.heldout", str(paths.tokens / "heldout")),
+        *("--data.tokenizer", str(paths.tokenizer)),
+    ]
+    title("how fast is this machine?")
+    calibrate = ["--train.run_dir", str(paths.calibration), "--train.steps", str(CALIBRATION_STEPS)]
+    quiet = ["--metrics.every_steps", "8", "--data.heldout", "", "--train.eval_every_steps", "0"]
+    code = train_command(job + calibrate + quiet)
+    if code != 0:
+        raise ConfigError(f"the trial run ended with exit code {code}; its log is in {paths.calibration}")
+    seconds = [e["values"]["step_s"] for e in events(paths.calibration) if e["kind"] == "step"]
+    # The first interval holds the warm-up of caches and, on a GPU, of kernels.
+    step_s = sum(seconds[1:]) / len(seconds[1:])
+    steps = max(60, int(minutes * 60 / step_s))
+    print(f"{step_s * 1e3:.0f} ms a step: {steps} steps fill {minutes:g} minutes")
+    return [*job, "--train.run_dir", str(paths.run), "--train.steps", str(steps)]
+
+
+def train_in_two_parts(paths: Paths, job: list[str]) -> None:
+    """Train to two thirds, stop as a cluster would stop it, and go on from the checkpoint."""
+    from kforge_resilience import exitcodes
+
+    steps = int(job[job.index("--train.steps") + 1])
+    title("train, and stop it two thirds of the way")
+    code = train_command(job, stop_at=(paths.run, steps * 2 // 3))
+    if code != exitcodes.STOPPED:
+        raise ConfigError(f"the stopped run ended with exit code {code}, not {exitcodes.STOPPED}; see {paths.run}")
+    print(f"exit code {code}: saved, start me again")
+    title("the same command again: it goes on where it stopped")
+    code = train_command(job)
+    if code != exitcodes.OK:
+        raise ConfigError(f"training ended with exit code {code}; its log is in {paths.run}")
+
+
+def judge(paths: Paths, seconds: float) -> int:
+    """Evaluate, generate, write the report; say whether the model beats the bigram."""
+    from kforge_data import TokenShards, ngram_baseline
+    from kforge_metrics import write_report
+    from kforge_train.evaluate import evaluate_run
+    from kforge_train.generate import sample
+    from kforge_train.restore import load_run
+
+    title("evaluate on held-out text", "kforge", "eval", str(paths.run))
+    values = evaluate_run(paths.run)
+    row_tokens = load_run(paths.run).data.row_tokens
+    train, heldout = TokenShards(paths.tokens / "train"), TokenShards(paths.tokens / "heldout")
+    counted = ngram_baseline(train, heldout, row_tokens=row_tokens)
+    to_bits = values["bits_per_byte"] / values["loss"]
+    rows = [
+        ("unigram, counted", counted.unigram_nats),
+        ("Kneser-Ney bigram, counted", counted.bigram_nats),
+        ("this model", values["loss"]),
+    ]
+    for name, loss in rows:
+        print(f"  {name:<28} {loss:6.3f} nats/token   {loss * to_bits:6.3f} bits/byte")
+
+    title("generate", "kforge", "generate", str(paths.run), "--prompt", PROMPT.strip())
+    text = sample(paths.run, PROMPT, max_new_tokens=96, temperature=0.7, top_k=50)
+    print(text)
+
+    won = values["loss"] <= counted.bigram_nats - MARGIN
+    verdict = (
+        f"{counted.bigram_nats - values['loss']:.2f} nats a token under the bigram (at least {MARGIN} wanted)"
+        if won
+        else f"NOT {MARGIN} nats a token under the bigram of {counted.bigram_nats:.3f}: the model has {values['loss']:.3f}"
+    )
+    summary: dict[str, Any] = {name: f"{loss:.3f} nats/token, {loss * to_bits:.3f} bits/byte" for name, loss in rows}
+    summary["verdict"] = verdict
+    summary["minutes in all"] = f"{seconds / 60:.1f}"
+    baselines = {name: loss for name, loss in rows[:2]}
+    write_report(paths.run, paths.report, title="kforge quickstart", summary=summary, sample=text, baselines=baselines)
+    title(f"{'done' if won else 'FAILED'} in {seconds / 60:.1f} minutes: {verdict}")
+    print(f"report: {paths.report}")
+    print("try next:")
+    print(f"  kforge generate {paths.run} --prompt 'class Queue:' --temperature 0.9")
+    print(f"  kforge eval {paths.run}")
+    print("  kforge config llama3-1b")
+    print(f"  kforge train {paths.run / 'config.toml'} --train.run_dir runs/mine --optim.lr 0.01")
+    return 0 if won else 1
+
+
+def title(text: str, *command: str) -> None:
+    """Say what comes, and the command that does it."""
+    print(f"\n== {text}", flush=True)
+    if command:
+        print(f"$ {shlex.join(command)}", flush=True)
+
+
+def data_command(*args: str) -> None:
+    """A kforge-data command, in this process. Raises ConfigError when it fails."""
+    from kforge_data.cli import main as kforge_data
+
+    title(args[0], "kforge-data", *args)
+    code = kforge_data(list(args))
+    if code:
+        raise ConfigError(f"kforge-data {args[0]} ended with exit code {code}")
+
+
+def train_command(args: list[str], stop_at: tuple[Path, int] | None = None) -> int:
+    """``kforge train`` in a process of its own. ``stop_at``: run folder and step after which it gets SIGTERM."""
+    print(f"$ {shlex.join(['kforge', 'train', *args])}", flush=True)
+    environment = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # one process, whoever started this one
+        environment.pop(name, None)
+    process = subprocess.Popen([sys.executable, "-m", "kforge_train", "train", *args], env=environment)
+    try:
+        while True:
+            try:
+                return process.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                if stop_at and any(e["step"] >= stop_at[1] for e in events(stop_at[0]) if e["kind"] == "step"):
+                    process.send_signal(signal.SIGTERM)
+                    stop_at = None
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """Events of a run as plain dicts; none before it has written any."""
+    from kforge_metrics import read_events
+
+    path = run_dir / "events.jsonl"
+    return [{"kind": e.kind, "step": e.step, "values": e.values} for e in read_events(path)] if path.exists() else []

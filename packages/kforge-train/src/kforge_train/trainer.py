@@ -1,0 +1,163 @@
+"""The loop. It holds no feature of its own: what is optional is a part that it calls at a named point."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from kforge_optim import clip
+from kforge_resilience import exitcodes
+from kforge_train.build import Job, build, versions
+from kforge_train.config import JobConfig
+from kforge_train.evaluate import evaluate
+
+
+class Trainer:
+    """Moves a job from its first step, or the step it was restored at, to its last."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.config = job.config
+        self.next_step = 0
+        """Optimizer steps done, which is the number of the next one."""
+        self.saved_step: int | None = None
+        self.started = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_step = int(state["next_step"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint holds, by name."""
+        job = self.job
+        return {
+            "model": job.model,
+            "optim": job.optimizer,
+            "loader": job.loader,
+            "guard": job.guard,
+            "tracker": job.tracker,
+            "rng": job.rng,
+            "trainer": self,
+        }
+
+    def step(self) -> Any:
+        """One optimizer step. Returns the verdict on the step before it, which is the same on all ranks."""
+        job = self.job
+        with job.tracker.data_wait():
+            window = job.loader.next()
+        scored = job.engine.scored_tokens(window)
+        scale = 1.0 / scored.clamp(min=1)  # a window without a label to score changes nothing
+        loss = job.engine.forward_backward(window, scale)
+        norm = clip.total_norm(job.model.parameters())
+        factor = clip.clip_factor(norm, self.config.optim.clip_norm)
+        vote = job.guard.vote(loss, norm, self.wants_stop(), step=self.next_step + 1)
+        lr = max(job.optimizer.lrs().values())
+        job.optimizer.step(scale=factor, gate=vote.gate)
+        job.optimizer.zero_grad()
+        self.next_step += 1
+        job.tracker.step(
+            self.next_step,
+            tokens=self.config.data.global_rows * self.config.data.row_tokens,
+            scored_tokens=scored,
+            loss=vote.loss,
+            norm=norm,
+            lr=lr,
+            gate=vote.gate,
+        )
+        return vote.verdict
+
+    def run(self) -> int:
+        """Train to the last step, or until all ranks agree to stop. Returns the exit code."""
+        config, job = self.config, self.job
+        self.restore()
+        self.report_start()
+        verdict = job.guard.settle()
+        while self.next_step < config.train.steps:
+            verdict = self.step()
+            if verdict.action != "ok":
+                break
+            if self.due(config.train.eval_every_steps):
+                self.evaluate()
+            if self.due(config.ckpt.every_steps):
+                self.save()
+        if verdict.action == "ok":
+            verdict = job.guard.settle()
+        return self.finish(verdict)
+
+    def due(self, every_steps: int) -> bool:
+        """Whether something that happens each so many steps happens now; what is due at the end is `finish`'s."""
+        return every_steps > 0 and self.next_step % every_steps == 0 and self.next_step < self.config.train.steps
+
+    def wants_stop(self) -> bool:
+        """Whether this process has been asked to stop, by a signal or by the clock."""
+        limit = self.config.train.max_minutes * 60
+        return self.job.stop.requested is not None or (limit > 0 and time.monotonic() - self.started > limit)
+
+    def restore(self) -> None:
+        """Go on from the newest committed checkpoint, where there is one."""
+        self.job.optimizer.init_state()
+        step = self.job.checkpointer.restore(self.state)
+        if step is not None:
+            self.saved_step = step
+            self.job.tracker.event("resume", self.next_step, {"checkpoint": step})
+
+    def save(self) -> None:
+        """Write a checkpoint of the step just done, unless there is one."""
+        if self.saved_step == self.next_step:
+            return
+        job = self.job
+        with job.tracker.pause():
+            start = time.monotonic()
+            job.checkpointer.save(self.next_step, self.state, meta={"config": asdict(self.config), **versions()})
+            seconds = time.monotonic() - start
+        self.saved_step = self.next_step
+        job.tracker.event("checkpoint", self.next_step, {"seconds": seconds})
+
+    def evaluate(self) -> None:
+        """Score the held-out text, where there is any."""
+        job = self.job
+        if job.heldout is None:
+            return
+        with job.tracker.pause(), job.optimizer.evaluation_weights():
+            values = evaluate(job.model, job.heldout, self.config, job.mesh, max_rows=self.config.train.eval_rows)
+        job.tracker.event("eval", self.next_step, values)
+
+    def report_start(self) -> None:
+        job = self.job
+        parameters = sum(p.numel() for p in job.model.parameters())
+        job.tracker.event(
+            "start",
+            self.next_step,
+            {"config": asdict(self.config), "versions": versions(), "world": job.mesh.size, "parameters": parameters},
+        )
+        job.log.info("%s; %s parameters; %s", job.mesh, f"{parameters:,}", self.config.train.run_dir)
+
+    def finish(self, verdict: Any) -> int:
+        """Save what is not saved, say why the run ends, and choose the exit code."""
+        done = self.next_step >= self.config.train.steps
+        if verdict.action == "abort":
+            # The weights are those of the last good step, but the run is not: leave its last checkpoint alone.
+            self.job.tracker.event("stop", self.next_step, {"reason": verdict.reason})
+            self.job.log.error("step %d: %s", self.next_step, verdict.reason)
+            return exitcodes.NONFINITE
+        self.save()
+        if done:
+            self.evaluate()
+            self.job.tracker.event("end", self.next_step, {})
+            return exitcodes.OK
+        self.job.tracker.event("stop", self.next_step, {"reason": verdict.reason})
+        self.job.log.info("step %d saved; stopping: %s", self.next_step, verdict.reason)
+        return exitcodes.STOPPED
+
+
+def run(config: JobConfig) -> int:
+    """Train a job in this process and return the exit code. Every process of the job calls it."""
+    torch.set_float32_matmul_precision("high" if config.parallel.precision == "bf16" else "highest")
+    with build(config) as job:
+        return Trainer(job).run()

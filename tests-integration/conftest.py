@@ -1,0 +1,16 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # jobs.py, under importlib import mode
+from jobs import write_tokens
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """Folder with token shards `train` and `heldout`: documents of 1 to 60 tokens with a pattern to learn."""
+    folder = tmp_path_factory.mktemp("tokens")
+    write_tokens(folder / "train", documents=300, seed=1)
+    write_tokens(folder / "heldout", documents=20, seed=2)
+    return folder

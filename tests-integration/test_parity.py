@@ -1,0 +1,81 @@
+"""Law 1, for the axis that exists: the layout changes nothing."""
+
+import pytest
+import torch
+from jobs import job
+
+from kforge_testing import run_ranks
+
+LAYOUTS = [
+    pytest.param({}, id="packed"),
+    pytest.param({"data__microbatch_rows": 1}, id="accumulated"),
+    pytest.param({"data__isolate_documents": False}, id="plain-rows"),
+    pytest.param({"parallel__recompute": "full"}, id="recompute"),
+    pytest.param({"model__tie_embeddings": True, "parallel__reshard_after_forward": False}, id="tied"),
+]
+
+
+def three_steps(rank, world, config):
+    """Losses, gathered gradients of every step and the weights at the end."""
+    from kforge_optim import clip
+    from kforge_parallel import full_parameters
+    from kforge_train.build import build
+    from kforge_train.evaluate import evaluate
+
+    losses, norms, gradients = [], [], []
+    with build(config) as parts:
+        for _ in range(3):
+            window = parts.loader.next()
+            scale = 1.0 / parts.engine.scored_tokens(window)
+            loss = parts.engine.forward_backward(window, scale)
+            gradients.append({name: p.grad.full_tensor().clone() for name, p in parts.model.named_parameters()})
+            norm = clip.total_norm(parts.model.parameters())
+            factor = clip.clip_factor(norm, config.optim.clip_norm)
+            vote = parts.guard.vote(loss, norm, False)
+            parts.optimizer.step(scale=factor, gate=vote.gate)
+            parts.optimizer.zero_grad()
+            losses.append(vote.loss.item())
+            norms.append(norm.item())
+        heldout = evaluate(parts.model, parts.heldout, config, parts.mesh)
+        return losses, norms, gradients, full_parameters(parts.model), heldout
+
+
+def worst(a, b):
+    assert a.keys() == b.keys()
+    return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in b)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_fsdp_equals_one_process(tokens, tmp_path, changes, optimizer):
+    changes = {**changes, "optim__name": optimizer, "optim__clip_norm": 0.05}
+    one = run_ranks(three_steps, 1, job(tokens, tmp_path / "one", **changes), init=False)[0]
+    for world in (2, 4):
+        ranks = run_ranks(three_steps, world, job(tokens, tmp_path / f"{world}", **changes), init=False)
+        for losses, norms, gradients, weights, heldout in ranks:
+            assert losses == pytest.approx(one[0], rel=1e-12)
+            assert norms == pytest.approx(one[1], rel=1e-12)
+            assert all(norm > 0.05 for norm in norms)  # the clip was at work
+            assert max(worst(a, b) for a, b in zip(gradients, one[2], strict=True)) < 1e-10
+            assert worst(weights, one[3]) < 1e-10
+            assert heldout == pytest.approx(one[4], rel=1e-12)
+
+
+def test_the_loss_is_that_of_an_independent_mean(tokens, tmp_path):
+    """Law 5: the first logged loss is the mean over scored tokens of the whole batch, whatever the microbatches."""
+    config = job(tokens, tmp_path / "run", data__microbatch_rows=2)
+    (losses, *_), _ = run_ranks(three_steps, 2, config, init=False)
+    expected = run_ranks(mean_by_hand, 1, config, init=False)[0]
+    assert losses[0] == pytest.approx(expected, rel=1e-12)
+
+
+def mean_by_hand(rank, world, config):
+    from dataclasses import replace
+
+    from kforge_train.build import build
+    from kforge_train.engine import rows_of
+
+    with build(replace(config, data=replace(config.data, microbatch_rows=None))) as parts:
+        (batch,) = parts.loader.next()
+        logits = parts.model(batch["input_ids"], rows_of(batch))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()

@@ -1,0 +1,115 @@
+"""Laws 2, 3 and 11: a killed run goes on as if nothing had happened, on any number of processes."""
+
+import pytest
+from jobs import job, train, train_and_die, values
+
+from kforge_testing import RankFailure, run_ranks
+
+
+@pytest.mark.parametrize(("world", "optimizer"), [(1, "adamw"), (2, "adamw"), (2, "muon")])
+def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, optimizer):
+    common = {"train__steps": 20, "ckpt__every_steps": 10, "optim__name": optimizer, "parallel__precision": "bf16"}
+    whole = job(tokens, tmp_path / "whole", **common)
+    assert run_ranks(train, world, whole, init=False) == [0] * world
+    killed = job(tokens, tmp_path / "killed", **common)
+    with pytest.raises(RankFailure):
+        run_ranks(train_and_die, world, killed, 13, world - 1, init=False)
+    assert max(values(tmp_path / "killed", "loss")) in (12, 13)
+    assert run_ranks(train, world, killed, init=False) == [0] * world
+    for name in ("loss", "grad_norm", "lr"):
+        expected, got = values(tmp_path / "whole", name), values(tmp_path / "killed", name)
+        assert list(expected) == list(range(1, 21))
+        assert got == expected, name
+    assert values(tmp_path / "killed", "loss", "eval") == values(tmp_path / "whole", "loss", "eval")
+
+
+def test_two_processes_then_four_then_one(tokens, tmp_path):
+    """Losses equal those of one process that never stopped, and each sample is seen exactly once."""
+    common = {"train__steps": 12, "ckpt__every_steps": 4}
+    whole = job(tokens, tmp_path / "whole", **common)
+    assert run_ranks(train_noting_rows, 1, whole, None, init=False)[0][0] == 0
+
+    config = job(tokens, tmp_path / "moved", **common)
+    seen = []
+    for world, die_at in ((2, 4), (4, 8), (1, None)):
+        ranks = run_ranks(train_noting_rows, world, config, die_at, init=False)
+        seen += [row for _, rows in ranks for row in rows]
+    (_, expected_rows), *_ = run_ranks(
+        train_noting_rows, 1, job(tokens, tmp_path / "again", **common), None, init=False
+    )
+    assert sorted(seen) == sorted(expected_rows)
+    assert len(seen) == 12 * 8
+    expected, got = values(tmp_path / "whole", "loss"), values(tmp_path / "moved", "loss")
+    assert list(got) == list(range(1, 13))
+    for step in expected:
+        assert got[step] == pytest.approx(expected[step], rel=1e-11)
+
+
+def train_noting_rows(rank, world, config, leave_at):
+    """Train; return the exit code and every row id that this rank trained on. Leaves without a word at a step."""
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    rows = []
+
+    class Notes(Trainer):
+        def step(self):
+            if self.next_step == leave_at:
+                raise KeyboardInterrupt
+            return super().step()
+
+    with build(config) as parts:
+        take = parts.loader.next
+
+        def noted():
+            window = take()
+            rows.extend(int(row) for batch in window for row in batch["row_ids"])
+            return window
+
+        parts.loader.next = noted
+        try:
+            return Notes(parts).run(), rows
+        except KeyboardInterrupt:
+            return None, rows
+
+
+def test_a_checkpoint_of_another_seed_of_data_is_refused(tokens, tmp_path):
+    assert run_ranks(train, 1, job(tokens, tmp_path, train__steps=2), init=False) == [0]
+    with pytest.raises(RankFailure, match="seed"):
+        run_ranks(train, 1, job(tokens, tmp_path, train__steps=4, data__seed=9), init=False)
+
+
+class Bomb:
+    """Unpickled, it touches a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_no_file_of_a_checkpoint_is_read_as_a_pickle(tokens, tmp_path):
+    import pickle
+    import shutil
+
+    run = tmp_path / "run"
+    config = job(tokens, run, train__steps=2)
+    assert run_ranks(train, 1, config, init=False) == [0]
+    longer = job(tokens, run, train__steps=3)
+    files = sorted(p.relative_to(run) for p in (run / "checkpoints").rglob("*") if p.is_file())
+    assert len(files) >= 4
+    shutil.copytree(run, tmp_path / "clean")
+    for name in files:
+        shutil.rmtree(run)
+        shutil.copytree(tmp_path / "clean", run)
+        touched = tmp_path / "touched"
+        (run / name).write_bytes(pickle.dumps(Bomb(touched)))
+        try:
+            run_ranks(train, 1, longer, init=False)
+            survived = True  # only a pointer that can be found out again may be lost
+        except RankFailure as failure:
+            survived = False
+            assert name.name in str(failure), f"{name}: the refusal does not name the file"
+        assert not touched.exists(), name
+        assert not survived or name.name == "latest", name
