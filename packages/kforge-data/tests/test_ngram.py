@@ -29,7 +29,7 @@ def some_documents(seed: int, count: int) -> list[list[int]]:
 def slow_model(documents: list[list[int]]) -> tuple[Callable[[int, int], float], Callable[[int], float]]:
     """Chen and Goodman's formulas, with dictionaries."""
     pairs = Counter((a, b) for document in documents for a, b in itertools.pairwise(document))
-    context, after, before, unigram = Counter(), Counter(), Counter(), Counter()
+    context, after, before, unigram = (Counter[int]() for _ in range(4))
     for (a, b), count in pairs.items():
         context[a] += count
         unigram[b] += count

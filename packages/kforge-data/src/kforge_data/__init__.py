@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kforge_data.order import epoch_order as epoch_order
     from kforge_data.packing import PackedRows as PackedRows
     from kforge_data.packing import pack_rows as pack_rows
-    from kforge_data.shards import ShardWriter as ShardWriter
+    from kforge_data.shard_writer import ShardWriter as ShardWriter
     from kforge_data.shards import TokenShards as TokenShards
     from kforge_data.sources import RowBlock as RowBlock
     from kforge_data.sources import Source as Source
@@ -50,7 +50,7 @@ _HOME = {
     "PackedRows": "packing",
     "Permutation": "order",
     "RowBlock": "sources",
-    "ShardWriter": "shards",
+    "ShardWriter": "shard_writer",
     "Source": "sources",
     "TokenShards": "shards",
     "TokenizeReport": "tokenize",

@@ -15,11 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,10 +26,7 @@ from kforge_data.order import epoch_order
 from kforge_data.sources import RowBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import TracebackType
-
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from kforge_data.tokenizer import Tokenizer
 
@@ -39,7 +35,6 @@ VERSION = 1
 INDEX = "index.json"
 OFFSET_DTYPE = np.dtype("<i8")
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_OWN_FILE = re.compile(r"^\d+-\d{5,}\.(bin|docs)$")
 _SHARD_NAME = re.compile(r"^\d+-\d{5,}$")
 
 
@@ -135,220 +130,6 @@ def read_index(path: str | Path) -> ShardIndex:
         if getattr(index, name) != (total := sum(getattr(shard, name) for shard in shards)):
             raise ValueError(f"{file} counts {getattr(index, name)} {name}, its shards {total}")
     return index
-
-
-class ShardWriter:
-    """Writes a folder of token shards, document by document. Nothing counts until `finish`.
-
-        with ShardWriter("shards", vocab_size=50_000) as writer:
-            writer.add([17, 4, 0])
-
-    Leaving the block finishes the set; leaving it by an exception removes all that was written.
-
-    Args:
-        path: the folder. Created when the first document comes.
-        vocab_size: ids are 0..vocab_size-1; an id outside is refused.
-        tokenizer: fingerprint of the tokenizer that made the ids ("" if there is none).
-        eos_id: the id that ends each document, recorded for readers; the writer adds nothing.
-        dtype: "auto", "uint16" or "uint32". One that cannot hold the vocabulary is refused before any file.
-        shard_tokens: a shard is closed rather than grown past this. A document is never split, so a longer one
-            makes a longer shard.
-        overwrite: replace the set that lies at `path`. The old one stays whole until the new one is finished.
-        meta: anything JSON can hold, for people.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        vocab_size: int,
-        tokenizer: str = "",
-        eos_id: int | None = None,
-        dtype: str = "auto",
-        shard_tokens: int = 1 << 28,
-        overwrite: bool = False,
-        meta: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.dtype = token_dtype(vocab_size, dtype)
-        if shard_tokens < 1:
-            raise ValueError(f"shard_tokens = {shard_tokens} must be at least 1")
-        if eos_id is not None and not 0 <= eos_id < vocab_size:
-            raise ValueError(f"eos_id = {eos_id} is not an id of a vocabulary of {vocab_size}")
-        self.path = Path(path)
-        if (self.path / INDEX).exists() and not overwrite:
-            raise ValueError(f"{self.path} already holds token shards; remove it, or ask to overwrite")
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file, and token shards need a folder")
-        self._vocab_size, self._tokenizer, self._eos_id = vocab_size, tokenizer, eos_id
-        self._shard_tokens, self._meta = shard_tokens, dict(meta or {})
-        self._revision = 1 + max(self._listed_revisions(), default=-1)
-        self._shards: list[ShardInfo] = []
-        self._open: _OpenShard | None = None
-        self._made: list[Path] = []  # folders to remove again on abort, innermost first
-        self._skipped = 0
-        self._done = False
-
-    def _listed_revisions(self) -> list[int]:
-        try:
-            return [int(shard.name.split("-")[0]) for shard in read_index(self.path).shards]
-        except ValueError:  # none there, or damaged: its files may go
-            return []
-
-    def add(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
-        """Append one document of ids [n], made from `text_bytes` bytes of UTF-8. An empty one is counted as skipped."""
-        flat = np.asarray(tokens)
-        self.add_batch(flat, np.array([flat.size], np.int64), np.array([text_bytes], np.int64))
-
-    def add_batch(self, tokens: ArrayLike, lengths: ArrayLike, text_bytes: ArrayLike) -> None:
-        """Append documents laid end to end: ids [n], their lengths [d] (sum n), bytes of text of each [d]."""
-        if self._done:
-            raise ValueError(f"the shards at {self.path} are finished; nothing can be added")
-        flat = np.asarray(tokens).reshape(-1)
-        sizes, weights = np.asarray(lengths, np.int64).reshape(-1), np.asarray(text_bytes, np.int64).reshape(-1)
-        if sizes.sum() != flat.size or sizes.shape != weights.shape:
-            raise ValueError(f"lengths sum to {sizes.sum()}, and there are {flat.size} tokens; or text_bytes differs")
-        if flat.size:
-            if not np.issubdtype(flat.dtype, np.integer):
-                raise ValueError(f"ids must be integers, not {flat.dtype}")
-            low, high = int(flat.min()), int(flat.max())
-            if low < 0 or high >= self._vocab_size:
-                raise ValueError(f"id {high if low >= 0 else low} is outside of a vocabulary of {self._vocab_size}")
-        filled = sizes > 0
-        self._skipped += int((~filled).sum())
-        sizes, weights = sizes[filled], weights[filled]
-        flat = flat.astype(TOKEN_DTYPES[self.dtype], copy=False)
-        ends = np.cumsum(sizes)
-        first, token = 0, 0
-        while first < len(sizes):
-            shard = self._open or self._start_shard()
-            room = self._shard_tokens - shard.tokens
-            last = int(np.searchsorted(ends, token + room, side="right"))
-            if last <= first:
-                if shard.tokens:
-                    self._close_shard()
-                    continue
-                last = first + 1
-            shard.write(flat[token : int(ends[last - 1])], sizes[first:last], int(weights[first:last].sum()))
-            first, token = last, int(ends[last - 1])
-
-    def skip(self, documents: int = 1) -> None:
-        """Count documents that were left out (empty ones); they appear in the index as skipped."""
-        self._skipped += documents
-
-    def finish(self) -> TokenShards:
-        """Close the files, write index.json and return the set. Older revisions are removed after that."""
-        if self._done:
-            raise ValueError(f"the shards at {self.path} are finished already")
-        if self._open:
-            self._close_shard()
-        index = ShardIndex(
-            dtype=self.dtype,
-            vocab_size=self._vocab_size,
-            eos_id=self._eos_id,
-            tokenizer=self._tokenizer,
-            tokens=sum(shard.tokens for shard in self._shards),
-            documents=sum(shard.documents for shard in self._shards),
-            text_bytes=sum(shard.text_bytes for shard in self._shards),
-            skipped_documents=self._skipped,
-            shards=tuple(self._shards),
-            meta=self._meta,
-        )
-        text = index.to_json()
-        self._make_folder()
-        temporary = self.path / (INDEX + ".partial")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / INDEX)
-        _sync_folder(self.path)
-        self._done = True
-        listed = {f"{shard.name}.{kind}" for shard in self._shards for kind in ("bin", "docs")}
-        for file_path in self.path.iterdir():
-            if _OWN_FILE.match(file_path.name) and file_path.name not in listed:
-                file_path.unlink()
-        return TokenShards(self.path)
-
-    def abort(self) -> None:
-        """Remove everything that this writer wrote, folders that it made included. Harmless after `finish`."""
-        if self._done:
-            return
-        self._done = True
-        if self._open:
-            self._open.discard()
-        for shard in self._shards:
-            for kind in ("bin", "docs"):
-                (self.path / f"{shard.name}.{kind}").unlink(missing_ok=True)
-        (self.path / (INDEX + ".partial")).unlink(missing_ok=True)
-        for folder in self._made:
-            try:
-                folder.rmdir()
-            except OSError:  # another writer has put something there
-                break
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-        elif not self._done:
-            try:
-                self.finish()
-            except BaseException:
-                self.abort()
-                raise
-
-    def _make_folder(self) -> None:
-        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._made = self._made or missing
-
-    def _start_shard(self) -> _OpenShard:
-        self._make_folder()
-        self._open = _OpenShard(self.path, f"{self._revision}-{len(self._shards):05d}")
-        return self._open
-
-    def _close_shard(self) -> None:
-        if self._open:
-            self._shards.append(self._open.close())
-            self._open = None
-
-
-class _OpenShard:
-    """The two files of the shard being written, hashed as they grow."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.tokens, self._documents, self._text_bytes = name, 0, 0, 0
-        self._paths = [folder / f"{name}.bin", folder / f"{name}.docs"]
-        self._files: list[BinaryIO] = [path.open("wb") for path in self._paths]
-        self._hashes = [hashlib.sha256(), hashlib.sha256()]
-
-    def _put(self, which: int, array: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(array).view(np.uint8).data
-        self._files[which].write(data)
-        self._hashes[which].update(data)
-
-    def write(self, tokens: NDArray[Any], sizes: NDArray[np.int64], text_bytes: int) -> None:
-        self._put(0, tokens)
-        self._put(1, (self.tokens + np.cumsum(sizes) - sizes).astype(OFFSET_DTYPE))
-        self.tokens += len(tokens)
-        self._documents += len(sizes)
-        self._text_bytes += text_bytes
-
-    def close(self) -> ShardInfo:
-        self._put(1, np.array([self.tokens], OFFSET_DTYPE))
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        sums = [digest.hexdigest() for digest in self._hashes]
-        return ShardInfo(self.name, self.tokens, self._documents, self._text_bytes, *sums)
-
-    def discard(self) -> None:
-        for file, path in zip(self._files, self._paths, strict=True):
-            file.close()
-            path.unlink(missing_ok=True)
 
 
 class TokenShards:
@@ -546,17 +327,3 @@ def _map(path: Path, dtype: np.dtype[Any], length: int) -> NDArray[Any]:
         )
     # A plain view of the map: numpy's memmap class costs a microsecond at each slice.
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a rename in this folder survive a power cut, where the system lets a folder be opened."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

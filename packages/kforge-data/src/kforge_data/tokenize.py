@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kforge_data.shards import ShardWriter, TokenShards
+from kforge_data.shard_writer import ShardWriter
+from kforge_data.shards import TokenShards
 from kforge_data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def tokenize_files(
     texts = read_documents(
         files, field=field, txt_documents=txt_documents, strict=strict, max_bad_lines=max_bad_lines, counts=counts
     )
-    paths = [out / "train", out / "heldout"] if heldout else [out]
+    paths, out_was_there = [out / "train", out / "heldout"] if heldout else [out], out.exists()
     writers = [
         ShardWriter(
             path,
@@ -253,7 +254,7 @@ def tokenize_files(
     except BaseException:
         for writer in reversed(writers):
             writer.abort()
-        if out.is_dir() and not any(out.iterdir()):
+        if not out_was_there and out.is_dir() and not any(out.iterdir()):
             out.rmdir()
         raise
     return TokenizeReport(sets[0], sets[1] if heldout else None, counts.empty, counts.bad_lines)
