@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +29,7 @@ def reference(grads: list[Tensor], p: float) -> float:
     return float(flat.abs().max() if math.isinf(p) else (flat.abs() ** p).sum() ** (1 / p))
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_one_process(values: list[list[float]]) -> None:
     grads = [torch.tensor(value, dtype=torch.float64) for value in values]
@@ -78,7 +79,7 @@ def test_c42_norm_is_seen_and_factor_is_1(poison: float) -> None:
         assert clip.clip_factor(norm, max_norm) == 1.0
 
 
-def _stages(rank: int, world: int, case: str, p: float) -> tuple[float, float, int]:
+def _stages(rank: int, world: int, case: str, p: float) -> tuple[float, float]:
     """Each rank is a pipeline stage: its gradients have norm 3 or 4."""
     holding = {}
     if case == "planted":
@@ -90,9 +91,8 @@ def _stages(rank: int, world: int, case: str, p: float) -> tuple[float, float, i
     else:
         named = [("embed", with_gradient(torch.tensor([2.0]))), ("w", with_gradient(torch.tensor([3.0 + rank])))]
         holding = {"embed": 2}
-    with CommDebugMode() as seen:
-        norm = clip.total_norm(named, norm_type=p, stages=2, stages_holding=holding)
-    return float(norm), float(clip.clip_factor(norm, 1.0)), seen.get_total_counts()
+    norm = clip.total_norm(named, norm_type=p, stages=2, stages_holding=holding)
+    return float(norm), float(clip.clip_factor(norm, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def _stages(rank: int, world: int, case: str, p: float) -> tuple[float, float, i
 )
 def test_c16_pipeline_stages(case: str, p: float, expected: float) -> None:
     results = run_ranks(_stages, 2, case, p)
-    for norm, factor, _ in results:
+    for norm, factor in results:
         assert norm == pytest.approx(expected, rel=1e-6)
         assert factor == pytest.approx(1 / expected, rel=1e-5)
     assert results[0][0] == results[1][0]
@@ -147,7 +147,7 @@ def _mixed_meshes(rank: int, world: int) -> dict[str, Any]:
     assert partial.grad.placements == (Replicate(),)
     with CommDebugMode() as seen:
         norms = {p: float(clip.total_norm(parameters, norm_type=p)) for p in NORMS}
-    return {"norms": norms, "functional": seen.get_total_counts()}
+    return {"norms": norms, "collectives": seen.get_total_counts()}
 
 
 def test_mixed_meshes_equal_one_process() -> None:
@@ -157,6 +157,7 @@ def test_mixed_meshes_equal_one_process() -> None:
         for p in NORMS:
             assert result["norms"][p] == pytest.approx(reference(grads, p), rel=1e-13)
         assert result == results[0]  # the same bits
+        assert result["collectives"] == len(NORMS)  # one all-reduce a norm
 
 
 def _plain(rank: int, world: int) -> float:

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_optim import OptimConfig, build_schedule, constant, cosine, linear, register_schedule, wsd
@@ -23,6 +23,7 @@ def lengths(draw: st.DrawFn) -> tuple[int, int, int | None]:
     return total, warmup, draw(st.none() | st.integers(0, total - warmup))
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.sampled_from(sorted(DESCENDING)), lengths(), st.floats(0, 1))
 def test_factor_rises_then_falls_between_floor_and_peak(
     name: str, sizes: tuple[int, int, int | None], floor: float
@@ -41,6 +42,7 @@ def test_factor_rises_then_falls_between_floor_and_peak(
         assert factors[warmup] == 1.0  # the descent starts at the peak
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(lengths())
 def test_constant_and_none(sizes: tuple[int, int, int | None]) -> None:
     total, warmup, _ = sizes
