@@ -207,6 +207,7 @@ def _sgd_step(rank: int, world: int, tied: bool) -> dict[str, Tensor]:
     model.to_empty(device="cpu")
     model.init_weights(4)
     _step(model, slice(rank, None, world))
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
     if tied:
         assert model.head is not None and model.embed is not None
         assert model.head.weight is model.embed.weight

@@ -8,8 +8,8 @@ s the scale.
     wgrad     dW = dzᵀ h
 
 s is known before forward, so dz is formed right where z is, chunk by chunk, and both products are taken at once:
-backward only multiplies by the gradient of the loss, which is 1. Memory beside h and W: C*V logits (once in W's
-dtype, twice in float32), dh, and dW in float32, then in W's dtype.
+backward only multiplies by the gradient of the loss, which is 1. Memory beside h and W: C*V logits (in float32, and
+once more in W's dtype if that is another), dh, and dW in float32, then in W's dtype.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h, y = hidden[part], labels[part, None]
             scored = y != IGNORE
             target = y.where(scored, 0)
-            logits = (h @ weight.t()).to(wide)
-            lse = torch.logsumexp(logits, dim=-1, keepdim=True)
-            nll[part] = (lse - logits.gather(1, target)).where(scored, 0).squeeze(1)
+            z = (h @ weight.t()).to(wide)
+            z.sub_(z.amax(-1, keepdim=True))
+            z_target = z.gather(1, target)
+            total = z.exp_().sum(-1, keepdim=True)
+            nll[part] = (total.log() - z_target).where(scored, 0).squeeze(1)
             if dhidden is None and dweight is None:
                 continue
-            dlogits = logits.sub_(lse).exp_()
-            dlogits.scatter_add_(1, target, dlogits.new_full((), -1.0).expand_as(target))
-            dlogits = dlogits.mul_(scale).masked_fill_(~scored, 0).to(weight.dtype)
+            # From here on z is dz: s (softmax - onehot) in scored rows, 0 in the others. One buffer serves for all.
+            weighted = scale.where(scored, 0)
+            z.mul_(weighted / total).scatter_(1, target, (z_target.exp() / total - 1) * weighted)
+            dlogits = z.to(weight.dtype)
             if dhidden is not None:
                 dhidden[part] = dlogits @ weight
             if dweight is not None:
