@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kforge_data.shards import TokenShards as TokenShards
     from kforge_data.sources import RowBlock as RowBlock
     from kforge_data.sources import Source as Source
+    from kforge_data.tokenize import ReadCounts as ReadCounts
     from kforge_data.tokenize import TokenizeReport as TokenizeReport
     from kforge_data.tokenize import read_documents as read_documents
     from kforge_data.tokenize import tokenize_files as tokenize_files
@@ -49,6 +50,7 @@ _HOME = {
     "NgramBaseline": "ngram",
     "PackedRows": "packing",
     "Permutation": "order",
+    "ReadCounts": "tokenize",
     "RowBlock": "sources",
     "ShardWriter": "shard_writer",
     "Source": "sources",
