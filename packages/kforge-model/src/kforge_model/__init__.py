@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kforge_model.flops import flops_per_token as flops_per_token
     from kforge_model.flops import model_shape as model_shape
     from kforge_model.flops import num_parameters as num_parameters
-    from kforge_model.generate import generate as generate
-    from kforge_model.generate import sample as sample
+    from kforge_model.generation import generate as generate
+    from kforge_model.generation import sample as sample
     from kforge_model.head_loss import HeadLoss as HeadLoss
     from kforge_model.head_loss import linear_cross_entropy as linear_cross_entropy
     from kforge_model.init import init_normal_ as init_normal_
@@ -49,12 +49,12 @@ _HOME = {
     "SwiGLU": "mlp",
     "Transformer": "transformer",
     "flops_per_token": "flops",
-    "generate": "generate",
+    "generate": "generation",
     "init_normal_": "init",
     "linear_cross_entropy": "head_loss",
     "model_shape": "flops",
     "num_parameters": "flops",
-    "sample": "generate",
+    "sample": "generation",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
