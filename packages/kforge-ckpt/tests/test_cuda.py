@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from kforge_ckpt import Checkpointer, CheckpointError, RngState
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def build(device: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
