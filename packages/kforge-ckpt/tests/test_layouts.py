@@ -38,10 +38,11 @@ def build(world: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     if world > 1:
+        mesh = init_device_mesh("cpu", (world,))  # the default mesh is of CUDA devices where there are any
         for layer in net:
             if list(layer.parameters()):
-                fully_shard(layer)
-        fully_shard(net)
+                fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
     return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
