@@ -166,6 +166,7 @@ def test_one_process_of_a_host_tells(
     local_rank: str, tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr("kforge_train.cli.SILENT_S", 0.0)
     assert main(["train", "nowhere.toml"]) == 2
     assert bool(capsys.readouterr().err) is tells
 

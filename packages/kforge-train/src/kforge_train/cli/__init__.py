@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from kforge_train._version import __version__
 from kforge_train.errors import ConfigError
 
 CONFIG_EXIT = 2
+SILENT_S = 10.0
 
 _OVERRIDES = """\
 Any field of the job can be set as --section.key VALUE or --section.key=VALUE: text as it is, a list as 0.9,0.95,
@@ -28,10 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(argv)
     except ConfigError as error:
-        # Every process of a job finds the same fault; each host tells it once.
+        # Every process of a job finds the same fault; each host tells it once. The others wait: were they to end first,
+        # the launcher might end the one that is about to tell. When that one ends, it ends them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             text = str(error).replace("\n", "\n  ")
-            print(f"kforge: error:{chr(10) + '  ' if chr(10) in text else ' '}{text}", file=sys.stderr)
+            print(f"kforge: error:{chr(10) + '  ' if chr(10) in text else ' '}{text}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SILENT_S)
         return CONFIG_EXIT
     except BrokenPipeError:  # `kforge config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
