@@ -104,7 +104,7 @@ def test_eval_generate_and_quickstart_hand_on_their_arguments(calls: list[Any], 
         "max_new_tokens": 128,
         "temperature": 0.0,
         "top_k": 5,
-        "top_p": None,
+        "top_p": 1.0,
         "seed": 0,
         "step": None,
     }
