@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kforge_ckpt import Checkpointer, RngState
-from kforge_data import Loader, TokenShards
+from kforge_data import Loader, Tokenizer, TokenShards
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import Transformer, flops_per_token
 from kforge_optim import Optimizer, build_optimizer
@@ -23,7 +24,8 @@ from kforge_resilience import Guard, StopRequest
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig
 from kforge_train.engine import PlainEngine
-from kforge_train.resolve import ConfigError, to_toml
+from kforge_train.errors import ConfigError, config_errors
+from kforge_train.resolve import to_toml
 
 
 @dataclass
@@ -68,12 +70,18 @@ def check(config: JobConfig, world_size: int) -> None:
             f"data.microbatch_rows = {micro} does not divide the {data.global_rows // ranks} rows that each of "
             f"{ranks} data ranks has in a step (global_rows = {data.global_rows})"
         )
+    try:
+        tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.tokenizer: {error}") from error
     for name in ("train", "heldout"):
         folder = getattr(data, name)
         if not folder:
             continue
         try:
             source = TokenShards(folder)
+            if tokenizer is not None:
+                source.check_tokenizer(tokenizer)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.{name}: {error}") from error
         if source.vocab_size > config.model.vocab_size:
@@ -118,16 +126,21 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def build(config: JobConfig) -> Iterator[Job]:
-    """Build every part of a run; on leaving, files are closed, signal handlers restored and the group left."""
-    check(config, find_world().size)
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-    mesh = launch(config.parallel)
+    """Build every part of a run; on leaving, files are closed, signal handlers restored and the group left.
+
+    A process group that exists already is used and kept. Raises ConfigError for what cannot be run.
+    """
+    with config_errors():
+        check(config, find_world().size)
+        group_is_ours = not dist.is_initialized()
+        mesh = launch(config.parallel)
+    torch.use_deterministic_algorithms(config.train.deterministic)
     try:
         with _parts(config, mesh) as job:
             yield job
     finally:
-        shutdown()
+        if group_is_ours:
+            shutdown()
 
 
 @contextmanager

@@ -1,0 +1,288 @@
+"""Law 8: no accepted key is ignored. Each field of a job, changed alone, changes what is built or is an error."""
+
+import dataclasses
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from jobs import job, values
+
+from kforge_testing import RankFailure, run_ranks
+from kforge_train import ConfigError, JobConfig
+
+# A second value for every field; the first is that of jobs.job and BASE below.
+CHANGES = {
+    "model.vocab_size": 64,
+    "model.dim": 32,
+    "model.n_layers": 3,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 4,
+    "model.head_dim": 8,
+    "model.ffn_dim": 48,
+    "model.rope_theta": 100.0,
+    "model.norm_eps": 1e-2,
+    "model.tie_embeddings": True,
+    "model.init_std": 0.1,
+    "model.loss_chunk_tokens": 7,
+    "parallel.precision": "fp32",
+    "parallel.recompute": "full",
+    "parallel.reshard_after_forward": False,
+    "data.heldout": "",
+    "data.row_tokens": 16,
+    "data.global_rows": 4,
+    "data.microbatch_rows": 2,
+    "data.seed": 2,
+    "data.shuffle": False,
+    "data.isolate_documents": False,
+    "data.workers": 2,
+    "optim.name": "muon",
+    "optim.lr": 2e-2,
+    "optim.weight_decay": 0.5,
+    "optim.betas": (0.5, 0.5),
+    "optim.eps": 1e-2,
+    "optim.schedule": "constant",
+    "optim.warmup_steps": 1,
+    "optim.decay_steps": 1,
+    "optim.min_lr_ratio": 0.5,
+    "optim.clip_norm": 0.01,
+    "ckpt.dir": "elsewhere",
+    "ckpt.every_steps": 2,
+    "ckpt.keep_last": 1,
+    "ckpt.keep_every": 1,
+    "resilience.stop_signals": ("SIGUSR2",),
+    "metrics.every_steps": 2,
+    "metrics.console": True,
+    "metrics.jsonl": False,
+    "train.run_dir": "other",
+    "train.steps": 5,
+    "train.max_minutes": 1e-6,
+    "train.seed": 2,
+    "train.eval_every_steps": 2,
+    "train.eval_rows": 8,
+    "train.deterministic": True,
+}
+# Fields of Muon show under Muon only; retention only where there is something to delete.
+BASE = {
+    "optim.muon_momentum": ({"optim__name": "muon"}, 0.5),
+    "optim.muon_ns_steps": ({"optim__name": "muon"}, 2),
+    "optim.muon_ns_dtype": ({"optim__name": "muon", "parallel__precision": "fp32"}, "bfloat16"),
+    "optim.adamw_lr": ({"optim__name": "muon"}, 1e-3),
+    "ckpt.keep_last": ({"ckpt__every_steps": 1}, 1),
+    "ckpt.keep_every": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1}, 2),
+}
+# What the error says, where a value other than the first cannot be had here.
+ERRORS = {
+    "model.max_seq_len": (16, "longer than model.max_seq_len = 16"),
+    "parallel.dp_shard": (2, "wants 2 processes"),
+    "parallel.dp_replicate": (2, "not available"),
+    "parallel.tp": (2, "not available"),
+    "parallel.cp": (2, "not available"),
+    "parallel.pp": (2, "not available"),
+    "parallel.ep": (2, "not available"),
+    "parallel.device": ("cuda", "sees no CUDA device"),
+    "data.train": ("nowhere", "no such folder"),
+    "data.tokenizer": ("nowhere.json", "data.tokenizer"),
+}
+ELSEWHERE = {
+    "parallel.compile": "test_compile_compiles",
+    "parallel.init_timeout_s": "test_time_outs_reach_the_group",
+    "parallel.step_timeout_s": "test_time_outs_reach_the_group",
+    "resilience.nonfinite": "test_abort_ends_all_ranks_with_its_own_code (test_signals.py)",
+    "resilience.max_skipped_in_a_row": "test_too_many_skipped_steps_end_the_run",
+    "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
+}
+
+
+def all_fields(cls=JobConfig, prefix=""):
+    import typing
+
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(kinds[field.name]):
+            yield from all_fields(kinds[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def test_every_field_has_a_witness():
+    assert set(all_fields()) == set(CHANGES) | set(BASE) | set(ERRORS) | set(ELSEWHERE)
+
+
+def facets(config, run_dir):
+    """Everything that a field of a job may show in: a short run, watched."""
+    import io
+    from contextlib import redirect_stderr, redirect_stdout
+
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from kforge_parallel import full_parameters
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    seen = {"block calls": 0}
+    console = io.StringIO()
+    with redirect_stderr(console), redirect_stdout(console), build(config) as parts:
+        block = parts.model.layers["0"]
+
+        def look(module, *_):
+            seen["block calls"] += 1
+            seen["compute dtype"] = module.wq.weight.dtype
+
+        block.attn.register_forward_pre_hook(look)
+        step = parts.loader.next
+
+        def next_window():
+            window = step()
+            seen["readers"] = sum("kforge" in thread.name for thread in threading.enumerate())
+            return window
+
+        parts.loader.next = next_window
+        trainer = Trainer(parts)
+
+        def between(*_):
+            seen["gathered after forward"] = not isinstance(block.attn.wq.weight, DTensor)
+
+        parts.model.head.register_forward_hook(between)
+        seen["handlers"] = [signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR2)]
+        seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        seen["chunk"] = parts.model.head.chunk_tokens
+        seen["code"] = trainer.run()
+        weights = full_parameters(parts.model)
+        seen["weights"] = {n: (tuple(p.shape), p.dtype, p.sum().item()) for n, p in weights.items()}
+        seen["steps"], seen["checkpoints"] = trainer.next_step, parts.checkpointer.steps()
+    seen["console"] = "loss" in console.getvalue()
+    places = [Path(config.train.run_dir), Path(config.ckpt.dir or ".")]
+    seen["files"] = [str(p) for p in places]
+    events = Path(config.train.run_dir) / "events.jsonl"
+    seen["events"] = events.exists()
+    if events.exists():
+        seen["losses"], seen["rates"] = values(config.train.run_dir, "loss"), values(config.train.run_dir, "lr")
+        seen["evaluations"] = values(config.train.run_dir, "loss", "eval")
+        seen["scored"] = values(config.train.run_dir, "tokens", "eval")
+    return seen
+
+
+def watch(rank, world, config):
+    return facets(config, config.train.run_dir)
+
+
+def base_job(tokens, folder, **overrides):
+    return job(tokens, folder / "run", **{"train__steps": 4, **overrides})
+
+
+@pytest.fixture(scope="module")
+def base_facets(tokens, tmp_path_factory):
+    made = {}
+
+    def of(common):
+        key = tuple(sorted(common.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("base")
+            made[key] = without_place(run_ranks(watch, 1, base_job(tokens, folder, **common))[0])
+        return made[key]
+
+    return of
+
+
+def without_place(seen):
+    return {**seen, "files": [Path(p).name for p in seen["files"]]}
+
+
+@pytest.mark.parametrize("path", [*CHANGES.keys() - BASE.keys(), *BASE])
+def test_a_field_changed_alone_shows(tokens, tmp_path, base_facets, path):
+    common, value = BASE.get(path) or ({}, CHANGES[path])
+    if path in ("ckpt.dir", "train.run_dir"):
+        value = str(tmp_path / value)
+    changed = base_job(tokens, tmp_path, **{**common, path.replace(".", "__"): value})
+    assert without_place(run_ranks(watch, 1, changed)[0]) != base_facets(common)
+
+
+def test_a_run_repeated_shows_nothing(tokens, tmp_path, base_facets):
+    """The control: what `facets` sees is the same when nothing is changed."""
+    assert without_place(run_ranks(watch, 1, base_job(tokens, tmp_path))[0]) == base_facets({})
+
+
+def error_of(rank, world, config):
+    from kforge_train.build import build
+
+    try:
+        with build(config):
+            return "built"
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("path", ERRORS)
+def test_what_cannot_be_had_is_an_error(tokens, tmp_path, path):
+    value, words = ERRORS[path]
+    try:
+        config = base_job(tokens, tmp_path, **{path.replace(".", "__"): value})
+    except ConfigError as error:
+        assert words in str(error)
+        return
+    assert words in run_ranks(error_of, 1, config, init=False)[0]
+
+
+def compiled_blocks(rank, world, config):
+    from kforge_train.build import build
+
+    with build(config) as parts:
+        return [hasattr(block.forward, "_torchdynamo_orig_callable") for block in parts.model.layers.values()]
+
+
+def test_compile_compiles(tokens, tmp_path):
+    for compile, expected in ((False, [False, False]), (True, [True, True])):
+        config = base_job(tokens, tmp_path / str(compile), parallel__compile=compile)
+        assert run_ranks(compiled_blocks, 1, config)[0] == expected
+
+
+def group_options(rank, world, config):
+    import torch.distributed as dist
+
+    from kforge_train.build import build
+
+    asked = {}
+    init, store = dist.init_process_group, dist.rendezvous
+
+    def init_process_group(*args, **kwargs):
+        asked["step"] = kwargs["timeout"].total_seconds()
+        return init(*args, **kwargs)
+
+    def rendezvous(*args, **kwargs):
+        asked["init"] = kwargs["timeout"].total_seconds()
+        return store(*args, **kwargs)
+
+    dist.init_process_group, dist.rendezvous = init_process_group, rendezvous
+    with build(config):
+        return asked
+
+
+def test_time_outs_reach_the_group(tokens, tmp_path):
+    config = base_job(tokens, tmp_path, parallel__init_timeout_s=41, parallel__step_timeout_s=42)
+    assert run_ranks(group_options, 2, config, init=False)[0] == {"init": 41, "step": 42}
+
+
+def all_bad(rank, world, config):
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    with build(config) as parts:
+        forward_backward = parts.engine.forward_backward
+        parts.engine.forward_backward = lambda window, scale: forward_backward(window, scale) * float("nan")
+        trainer = Trainer(parts)
+        return trainer.run(), trainer.next_step, parts.checkpointer.latest()
+
+
+def test_too_many_skipped_steps_end_the_run(tokens, tmp_path):
+    for limit, expected in ((2, (76, 3, None)), (0, (0, 6, 6))):
+        config = base_job(tokens, tmp_path / str(limit), train__steps=6, resilience__max_skipped_in_a_row=limit)
+        assert run_ranks(all_bad, 1, config)[0] == expected
+
+
+def test_starting_afresh_over_checkpoints_is_refused(tokens, tmp_path):
+    run_ranks(watch, 1, base_job(tokens, tmp_path))
+    again = base_job(tokens, tmp_path, ckpt__resume=False)
+    with pytest.raises(RankFailure, match=r"ckpt\.resume = false, but .* holds checkpoints already"):
+        run_ranks(watch, 1, again)
