@@ -19,11 +19,15 @@ from typing import Any
 
 from kforge_train.cpu import has_fast_bf16
 from kforge_train.errors import ConfigError
+from kforge_train.resolve import resolve_config
 
 MARGIN = 0.15
 """Nats a token by which the model must beat the Kneser-Ney bigram."""
 DEFAULT_TRAINING_MINUTES = 3.0
 CALIBRATION_STEPS = 24
+MIN_STEPS = 60
+MAX_EPOCHS = 4
+"""Further passes through the same text teach little (Muennighoff et al. 2023, arXiv:2305.16264)."""
 PROMPT = "def read_config(path):\n"
 
 
@@ -74,11 +78,14 @@ def choose_job(paths: Paths, minutes: float) -> list[str]:
     """The training command's arguments, sized for this machine and the minutes."""
     import torch
 
+    from kforge_data import TokenShards
+
     preset = "quickstart-gpu" if torch.cuda.is_available() else "quickstart-10m" if minutes >= 20 else "quickstart"
     fast_bf16 = torch.cuda.is_available() or has_fast_bf16()
     job = [
         preset,
         *("--parallel.precision", "bf16" if fast_bf16 else "fp32"),
+        *("--optim.muon_ns_dtype", "bfloat16" if fast_bf16 else "float32"),
         *("--data.train", str(paths.tokens / "train")),
         *("--data.heldout", str(paths.tokens / "heldout")),
         *("--data.tokenizer", str(paths.tokenizer)),
@@ -92,8 +99,10 @@ def choose_job(paths: Paths, minutes: float) -> list[str]:
     seconds = [e["values"]["step_s"] for e in events(paths.calibration) if e["kind"] == "step"]
     # The first interval holds the warm-up of caches and, on a GPU, of kernels.
     step_s = sum(seconds[1:]) / len(seconds[1:])
-    steps = max(60, int(minutes * 60 / step_s))
-    print(f"{step_s * 1e3:.0f} ms a step: {steps} steps fill {minutes:g} minutes")
+    data = resolve_config(preset).config.data
+    epoch = TokenShards(paths.tokens / "train").tokens / (data.global_rows * data.row_tokens)
+    steps = max(MIN_STEPS, min(int(minutes * 60 / step_s), int(MAX_EPOCHS * epoch)))
+    print(f"{step_s * 1e3:.0f} ms a step: {steps} steps, {steps / epoch:.1f} times through the text")
     return [*job, "--train.run_dir", str(paths.run), "--train.steps", str(steps)]
 
 

@@ -143,16 +143,14 @@ class Trainer:
         done = self.next_step >= self.config.train.steps
         if verdict.action == "abort":
             # The weights are those of the last good step, but the run is not: leave its last checkpoint alone.
-            self.job.tracker.event("stop", self.next_step, {"reason": verdict.reason})
-            self.job.log.error("step %d: %s", self.next_step, verdict.reason)
+            self.job.log.error("ending without a checkpoint: %s", verdict.reason)
             return exitcodes.NONFINITE
         self.save()
         if done:
             self.evaluate()
             self.job.tracker.event("end", self.next_step, {})
             return exitcodes.OK
-        self.job.tracker.event("stop", self.next_step, {"reason": verdict.reason})
-        self.job.log.info("step %d saved; stopping: %s", self.next_step, verdict.reason)
+        self.job.log.info("step %d is saved; start me again to go on (%s)", self.next_step, verdict.reason)
         return exitcodes.STOPPED
 
 
