@@ -82,6 +82,7 @@ def test_a_batch_script_and_a_plain_shell_are_one_process():
         ({**TORCHRUN, "RANK": "4"}, "rank 4 does not exist in a world of 4"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT = 'http' must be a number"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_PORT"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT = 0 is no port that 4 processes can meet at"),
     ],
 )
 def test_a_broken_environment_is_named(env, words):

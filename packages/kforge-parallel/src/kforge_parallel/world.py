@@ -127,6 +127,11 @@ def find_world(env: Mapping[str, str] | None = None) -> World:
         world = World("single", 0, 1, 0, 1, "127.0.0.1", 0)
     if not 0 <= world.rank < world.size:
         raise ValueError(f"rank {world.rank} does not exist in a world of {world.size} processes ({world.source})")
+    if world.size > 1 and not 0 < world.port < 65_536:
+        raise ValueError(
+            f"MASTER_PORT = {world.port} is no port that {world.size} processes can meet at; use one from 1 to 65535 "
+            "(torchrun --standalone finds a free one)"
+        )
     return world
 
 

@@ -18,7 +18,7 @@ from kforge_ckpt import Checkpointer, RngState
 from kforge_data import Loader, Tokenizer, TokenShards
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import Transformer, flops_per_token
-from kforge_optim import Optimizer, build_optimizer
+from kforge_optim import Optimizer, build_optimizer, build_schedule
 from kforge_parallel import Mesh, find_world, launch, parallelize, precision_of, resolve_axes, shutdown
 from kforge_resilience import Guard, StopRequest
 from kforge_train.agree import check_agreement
@@ -55,6 +55,7 @@ def checkpoint_dir(config: JobConfig) -> Path:
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
     axes = resolve_axes(config.parallel, world_size)
+    build_schedule(config.optim, config.train.steps)
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
     if not data.train:
