@@ -1,0 +1,167 @@
+"""The least time that a step of a row can take on this device, summed from parts that are timed here.
+
+Symbols: T tokens a microbatch, M microbatches a step, L layers, D model, F ffn, Q = heads x head size, KV likewise, V
+vocabulary, P parameters.
+
+    products       of a block and of the head: forward, dgrad and wgrad, in the order of a step, one after the other
+    attention      forward and backward, with the model's own core
+    elementwise    bytes that must pass through memory between products, over the measured rate of a large copy
+    accumulation   bytes of adding a microbatch's bf16 gradients to fp32 sums, over the same rate
+    optimizer      fused AdamW on fp32 weights and moments, and the norm of all gradients
+
+Bytes of elementwise work, if all that stands between two products were one kernel, which reads each of its inputs and
+writes each of its results once. In elements of 2 bytes, a token and a layer:
+
+    forward     residual and norm 4D, twice; rotation of q and k 2(Q + KV); SwiGLU 3F
+    backward    the same norms 4D, twice; rotation 2(Q + KV); SwiGLU 5F (reads dh, gate, up; writes dgate, dup)
+    together    16D + 4(Q + KV) + 8F
+
+Beside the layers: softmax and its gradient 3V a token in bf16, the embedding and the last norm 12D. Once a step bf16
+weights are made from the fp32 ones: 6P bytes. Recomputation is not in the floor: a step that needs it pays for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _rows import Row, document_lengths
+from torch import Tensor
+
+from kforge_model import ModelConfig, Rows, SdpaCore, model_shape
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device, at_least_s: float = 1.0, calls: int = 10) -> float:
+    """Median time of one call on the device, over at least so many calls and so much time after a warm-up.
+
+    Long enough that the device is as hot, and its clock as low, as in a training step.
+    """
+    cuda = device.type == "cuda"
+    start = time.perf_counter()
+    for _ in range(2):
+        work()
+    if cuda:
+        torch.cuda.synchronize(device)
+    once = (time.perf_counter() - start) / 2
+    calls = max(calls, min(200, int(at_least_s / once)))
+    if not cuda:
+        times = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / 1e3
+
+
+def products(tokens: int, sizes: list[tuple[int, int]], device: torch.device) -> Callable[[], None]:
+    """Forward, dgrad and wgrad of linears [N,K] on ``tokens`` rows, in bf16, one after the other."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    inputs = {k: normal(tokens, k) for _, k in sizes}
+    outputs = {n: normal(tokens, n) for n, _ in sizes}
+    weights = [normal(n, k) for n, k in sizes]
+
+    def work() -> None:
+        for (_, k), w in zip(sizes, weights, strict=True):
+            inputs[k] @ w.t()
+        for (n, k), w in zip(sizes, weights, strict=True):
+            outputs[n] @ w
+            outputs[n].t() @ inputs[k]
+
+    return work
+
+
+def attention(row: Row, config: ModelConfig, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of the model's attention core on one microbatch."""
+    batch, seq, size = row.microbatch_rows, row.row_tokens, config.head_size
+    if row.isolate_documents:
+        lengths = [document_lengths(seq, seed).tolist() for seed in range(batch)]
+        rows = Rows.packed(lengths, device)
+    else:
+        rows = Rows.plain(batch, seq, device)
+    q, k, v = (
+        torch.randn(batch, seq, heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for heads in (config.n_heads, config.kv_heads, config.kv_heads)
+    )
+    upstream = torch.randn(batch, seq, config.n_heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    core = SdpaCore(size)
+    rows = core.prepare(rows, torch.bfloat16)
+    return lambda: torch.autograd.grad(core(q, k, v, rows), (q, k, v), upstream) and None
+
+
+def copy_bytes_per_s(device: torch.device, size: int) -> float:
+    """Rate of a large copy on the device, counting bytes read and bytes written."""
+    source = torch.randint(0, 255, (size,), device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * size / median_seconds(lambda: target.copy_(source), device, at_least_s=0.3)
+
+
+def optimizer_seconds_per_parameter(device: torch.device, parameters: int) -> float:
+    """Norm of all gradients and a step of torch's fused AdamW, weights, gradients and moments in fp32."""
+    piece = min(parameters, 1 << 26)
+    tensors = [torch.nn.Parameter(torch.randn(piece, device=device)) for _ in range(max(1, parameters // piece))]
+    for tensor in tensors:
+        tensor.grad = torch.randn_like(tensor)
+    optimizer = torch.optim.AdamW(tensors, lr=1e-4, fused=True)
+
+    def work() -> None:
+        torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors])
+        optimizer.step()
+
+    return median_seconds(work, device, at_least_s=0.3) / (piece * len(tensors))
+
+
+def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """Parts of the floor in seconds a step, their sum, the rates behind them and the bytes that were assumed."""
+    small = device.type != "cuda"
+    shape = model_shape(config)
+    dim, ffn, vocab, layers = config.dim, config.ffn_size, config.vocab_size, config.n_layers
+    q, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
+    tokens, micro = row.microbatch_rows * row.row_tokens, row.microbatches
+    chunk = min(tokens, config.loss_chunk_tokens)
+    least_s = 0.01 if small else 1.0
+
+    block = [(q, dim), (kv, dim), (kv, dim), (dim, q), (ffn, dim), (ffn, dim), (dim, ffn)]
+    block_s = median_seconds(products(tokens, block, device), device, least_s)
+    head_s = median_seconds(products(chunk, [(vocab, dim)], device), device, least_s / 2) * tokens / chunk
+    attention_s = median_seconds(attention(row, config, device), device, least_s / 2)
+    rate = copy_bytes_per_s(device, 1 << (20 if small else 31))
+    optimizer_s = optimizer_seconds_per_parameter(device, 1 << (16 if small else 29))
+
+    parameters = int(shape["parameters"])
+    step_tokens = row.tokens_per_step
+    elementwise = step_tokens * 2 * (layers * (16 * dim + 4 * (q + kv) + 8 * ffn) + 3 * vocab + 12 * dim)
+    elementwise += 6 * parameters
+    accumulation = parameters * (10 * (micro - 1) + 6)  # bf16 in, fp32 sum in and out; the first only out
+    parts = {
+        "products": micro * (layers * block_s + head_s),
+        "attention": micro * layers * attention_s,
+        "elementwise": elementwise / rate,
+        "accumulation": accumulation / rate,
+        "optimizer": optimizer_s * parameters,
+    }
+    block_flops = 6 * tokens * sum(n * k for n, k in block)
+    return {
+        "seconds": sum(parts.values()),
+        "tokens_per_s": step_tokens / sum(parts.values()),
+        "parts_s": parts,
+        "block_products_tflops": block_flops / block_s / 1e12,
+        "head_products_tflops": 6 * tokens * vocab * dim / head_s / 1e12,
+        "attention_ms": attention_s * 1e3,
+        "copy_tb_per_s": rate / 1e12,
+        "elementwise_bytes": elementwise,
+        "accumulation_bytes": accumulation,
+    }

@@ -1,0 +1,71 @@
+"""The benchmarks run, at a size that measures nothing, and leave their numbers in the common form."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+KEYS = {"row", "value", "unit", "better", "target", "reference", "spread"}
+
+
+def check_form(path, name):
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["benchmark"] == name
+    assert {"python", "torch", "cpu", "gpu", "date", "versions"} <= result["environment"].keys()
+    assert result["rows"]
+    for row in result["rows"]:
+        assert row.keys() >= KEYS
+        assert row["better"] in ("higher", "lower")
+        assert row["value"] > 0
+    return {row["row"]: row for row in result["rows"]}
+
+
+def test_a_row_of_the_speed_benchmark_runs_on_a_cpu(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "h200.py"), "--smoke", "--once", "--rows", "350m", "--out", tmp_path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "h200-smoke.json", "h200-smoke")
+    row = rows["350m"]
+    assert row["config"]["tokens_per_step"] == 256 and row["config"]["model"]["vocab_size"] == 257
+    parts = row["parts"]
+    assert parts["loss_finite"] and parts["loss_falling"] and parts["skipped_steps"] == 0
+    assert len(parts["step_s"][0]) == 10 and min(parts["step_s"][0]) > 0
+    floor = parts["floor"]
+    assert floor["parts_s"].keys() == {"products", "attention", "elementwise", "accumulation", "optimizer"}
+    assert sum(floor["parts_s"].values()) == pytest.approx(floor["seconds"])
+    assert rows["350m value/floor"]["value"] == pytest.approx(row["value"] / floor["tokens_per_s"])
+    assert str(tmp_path) not in (tmp_path / "h200-smoke.json").read_text()
+
+
+def test_an_unknown_row_names_the_known_ones(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "h200.py"), "--rows", "9b", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no row is called 9b" in done.stderr and "350m" in done.stderr
+
+
+def test_kernels_are_summed_by_class_and_overlap_is_not_idle(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from _trace import summary
+
+    def event(name, start, duration, cat="kernel"):
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": duration}
+
+    events = [
+        event("nvjet_tst_128x256", 1000.0, 400.0),
+        event("triton_poi_fused__to_copy_add", 1300.0, 200.0),  # 100 of it beside the product
+        event("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", 1600.0, 300.0),
+        event("Memcpy HtoD", 1900.0, 100.0, "gpu_memcpy"),
+        event("aten::mm", 900.0, 5000.0, "cpu_op"),  # the host's view of the same: not counted
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = summary(path)
+    assert found["classes_ms"] == {"gemm": 0.4, "attention": 0.3, "elementwise/triton": 0.2, "copy/memset": 0.1}
+    assert (found["span_ms"], found["busy_ms"], found["idle_ms"]) == pytest.approx((1.0, 0.9, 0.1))
+    assert found["overlap_ms"] == pytest.approx(0.1)
