@@ -1,0 +1,42 @@
+"""The quickstart's story on little text and a few steps: every stage runs, and a model that is too weak is told so."""
+
+import ast
+import json
+import os
+from pathlib import Path
+
+from jobs import values
+
+from kforge_metrics import read_events
+from kforge_train import quickstart
+
+
+def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
+    folder = tmp_path / "quick"
+    folder.mkdir()
+    sources = sorted(Path(ast.__file__).parent.glob("*.py"))[:60]
+    texts = [path.read_text("utf-8") for path in sources]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr(quickstart, "MIN_STEPS", 40)
+    monkeypatch.setattr(quickstart, "CALIBRATION_STEPS", 16)
+    monkeypatch.setitem(os.environ, "RANK", "0")  # whoever starts it: the training is one process
+    code = quickstart.main(folder, minutes=0.01)
+    out = capfd.readouterr().out
+
+    run = folder / "run"
+    assert list(values(run, "loss"))[-1] == 40
+    kinds = [event.kind for event in read_events(run / "events.jsonl")]
+    assert "resume" in kinds and kinds[-1] == "end"
+    assert "exit code 75: saved, start me again" in out
+    assert (folder / "report.html").stat().st_size > 50_000
+    (heldout,) = values(run, "loss", "eval").values()
+    assert heldout > 4.5  # forty steps teach little
+    assert code == 1
+    assert "FAILED" in out and "below the counted bigram, at least 0.15 wanted" in out
+    for command in (
+        "kforge-data train-tokenizer",
+        "kforge-data tokenize",
+        "kforge train quickstart",
+        "kforge generate",
+    ):
+        assert f"$ {command}" in out
