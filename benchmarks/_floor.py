@@ -3,9 +3,10 @@
 Symbols: T tokens a microbatch, M microbatches a step, L layers, D model, F ffn, Q = heads x head size, KV likewise, V
 vocabulary, P parameters.
 
-    products       of a block and of the head: forward, dgrad and wgrad, in the order of a step, one after the other
+    products       of a block and of the head: forward, dgrad and wgrad, in turns with the attention and the copy
     attention      forward and backward, with the model's own core
-    elementwise    bytes that must pass through memory between products, over the measured rate of a large copy
+    elementwise    bytes that must pass through memory between products, over the measured rate of a copy as large as
+                   those of one block
     accumulation   bytes of adding a microbatch's bf16 gradients to fp32 sums, over the same rate
     optimizer      fused AdamW on fp32 weights and moments, and the norm of all gradients
 
@@ -35,33 +36,41 @@ from torch import Tensor
 from kforge_model import ModelConfig, Rows, SdpaCore, model_shape
 
 
-def median_seconds(work: Callable[[], Any], device: torch.device, at_least_s: float = 1.0, calls: int = 10) -> float:
-    """Median time of one call on the device, over at least so many calls and so much time after a warm-up.
+def median_seconds(
+    works: list[Callable[[], Any]], device: torch.device, at_least_s: float = 1.0, calls: int = 10
+) -> list[float]:
+    """Median time on the device of each work, done in turns, over at least so many turns and so much time.
 
-    Long enough that the device is as hot, and its clock as low, as in a training step.
+    In turns and for long, as the clock follows the power that is drawn: products alone draw more than a step does,
+    and run up to 10 % slower than in one.
     """
     cuda = device.type == "cuda"
+    marks: list[Any] = []
+
+    def mark() -> None:
+        if cuda:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter())
+
+    def turns(count: int) -> None:
+        mark()
+        for _ in range(count):
+            for work in works:
+                work()
+                mark()
+        if cuda:
+            torch.cuda.synchronize(device)
+
+    turns(2)
     start = time.perf_counter()
-    for _ in range(2):
-        work()
-    if cuda:
-        torch.cuda.synchronize(device)
+    turns(2)
     once = (time.perf_counter() - start) / 2
-    calls = max(calls, min(200, int(at_least_s / once)))
-    if not cuda:
-        times = []
-        for _ in range(calls):
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / 1e3
+    marks.clear()
+    turns(max(calls, min(300, int(at_least_s / once))))
+    times = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in itertools.pairwise(marks)]
+    return [statistics.median(times[i :: len(works)]) for i in range(len(works))]
 
 
 def products(tokens: int, sizes: list[tuple[int, int]], device: torch.device) -> Callable[[], None]:
@@ -102,11 +111,11 @@ def attention(row: Row, config: ModelConfig, device: torch.device) -> Callable[[
     return lambda: torch.autograd.grad(core(q, k, v, rows), (q, k, v), upstream) and None
 
 
-def copy_bytes_per_s(device: torch.device, size: int) -> float:
-    """Rate of a large copy on the device, counting bytes read and bytes written."""
+def copy(size: int, device: torch.device) -> Callable[[], Tensor]:
+    """A copy of so many bytes on the device, which reads as many as it writes."""
     source = torch.randint(0, 255, (size,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source), device, at_least_s=0.3)
+    return lambda: target.copy_(source)
 
 
 def optimizer_seconds_per_parameter(device: torch.device, parameters: int) -> float:
@@ -121,7 +130,7 @@ def optimizer_seconds_per_parameter(device: torch.device, parameters: int) -> fl
         torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors])
         optimizer.step()
 
-    return median_seconds(work, device, at_least_s=0.3) / (piece * len(tensors))
+    return median_seconds([work], device, at_least_s=0.3)[0] / (piece * len(tensors))
 
 
 def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, Any]:
@@ -132,18 +141,20 @@ def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, An
     q, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
     tokens, micro = row.microbatch_rows * row.row_tokens, row.microbatches
     chunk = min(tokens, config.loss_chunk_tokens)
-    least_s = 0.01 if small else 1.0
+    least_s = 0.001 if small else 0.1
 
     block = [(q, dim), (kv, dim), (kv, dim), (dim, q), (ffn, dim), (ffn, dim), (dim, ffn)]
-    block_s = median_seconds(products(tokens, block, device), device, least_s)
-    head_s = median_seconds(products(chunk, [(vocab, dim)], device), device, least_s / 2) * tokens / chunk
-    attention_s = median_seconds(attention(row, config, device), device, least_s / 2)
-    rate = copy_bytes_per_s(device, 1 << (20 if small else 31))
+    layer_bytes = 2 * tokens * (16 * dim + 4 * (q + kv) + 8 * ffn)
+    layer = [products(tokens, block, device), attention(row, config, device), copy(layer_bytes // 2, device)]
+    block_s, attention_s, layer_copy_s = median_seconds(layer, device, 15 * least_s)
+    head = [products(chunk, [(vocab, dim)], device), copy(6 * chunk * vocab // 2, device)]
+    head_s = median_seconds(head, device, 5 * least_s)[0] * tokens / chunk
+    rate = layer_bytes / layer_copy_s
     optimizer_s = optimizer_seconds_per_parameter(device, 1 << (16 if small else 29))
 
     parameters = int(shape["parameters"])
     step_tokens = row.tokens_per_step
-    elementwise = step_tokens * 2 * (layers * (16 * dim + 4 * (q + kv) + 8 * ffn) + 3 * vocab + 12 * dim)
+    elementwise = micro * layers * layer_bytes + step_tokens * 2 * (3 * vocab + 12 * dim)
     elementwise += 6 * parameters
     accumulation = parameters * (10 * (micro - 1) + 6)  # bf16 in, fp32 sum in and out; the first only out
     parts = {

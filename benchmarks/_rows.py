@@ -31,7 +31,7 @@ class Row:
     compile: bool = True
     device: str = "cuda"
     warmup_steps: int = 5
-    timed_steps: int = 30
+    timed_steps: int = 20
     target: float | None = None
     """Tokens/s per GPU that the row is to reach."""
 
@@ -83,8 +83,8 @@ ROWS = {
     for row in (
         Row(name="350m", model=LLAMA_350M),
         Row(name="350m-packed", model=LLAMA_350M, isolate_documents=True),
-        Row(name="1b", preset="llama3-1b", target=58_000, timed_steps=20),
-        Row(name="1b-packed", preset="llama3-1b", isolate_documents=True, timed_steps=20),
+        Row(name="1b", preset="llama3-1b", target=58_000, timed_steps=15),
+        Row(name="1b-packed", preset="llama3-1b", isolate_documents=True, timed_steps=15),
         # fp32 weights, gradients and two moments of 8.03 B parameters are 128.5 GB of the 150 GB of an H200. What is
         # left holds the inputs of the blocks, not all activations, and one row a microbatch: NOTES.md counts it up.
         Row(
@@ -93,7 +93,7 @@ ROWS = {
             microbatch_rows=1,
             recompute="full",
             reshard_after_forward=True,
-            warmup_steps=3,
+            warmup_steps=2,
             timed_steps=10,
             target=12_600,
         ),
@@ -104,7 +104,7 @@ ROWS = {
             model={"n_layers": 24},
             microbatch_rows=2,
             reshard_after_forward=True,
-            warmup_steps=3,
+            warmup_steps=2,
             timed_steps=10,
         ),
         Row(
@@ -114,7 +114,7 @@ ROWS = {
             microbatch_rows=2,
             reshard_after_forward=True,
             isolate_documents=True,
-            warmup_steps=3,
+            warmup_steps=2,
             timed_steps=10,
         ),
     )

@@ -42,6 +42,20 @@ def busy_us(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def gaps(device: list[tuple[str, str, float, float]], longest: int = 12) -> list[dict[str, Any]]:
+    """The longest times in which nothing ran, with when they began and the kernels before and after."""
+    found: list[dict[str, Any]] = []
+    ordered = sorted(device, key=lambda event: event[2])
+    last, reached, first = ordered[0][0], ordered[0][2], ordered[0][2]
+    for name, _, start, duration in ordered:
+        if start > reached:
+            place = {"ms": (start - reached) / 1e3, "at_ms": (reached - first) / 1e3}
+            found.append({**place, "after": last[:80], "before": name[:80]})
+        if start + duration > reached:
+            last, reached = name, start + duration
+    return sorted(found, key=lambda gap: -gap["ms"])[:longest]
+
+
 def summary(path: Path, names: int = 40) -> dict[str, Any]:
     """Milliseconds by class, of a Chrome trace that torch.profiler wrote, and the longest kernels by name."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -51,7 +65,7 @@ def summary(path: Path, names: int = 40) -> dict[str, Any]:
         if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
     if not device:
-        return {"span_ms": 0.0, "busy_ms": 0.0, "idle_ms": 0.0, "overlap_ms": 0.0, "classes_ms": {}, "kernels": []}
+        return {"span_ms": 0.0, "busy_ms": 0.0, "idle_ms": 0.0, "overlap_ms": 0.0, "classes_ms": {}}
     classes: dict[str, float] = defaultdict(float)
     by_name: dict[str, list[float]] = defaultdict(list)
     for name, category, _, duration in device:
@@ -67,6 +81,7 @@ def summary(path: Path, names: int = 40) -> dict[str, Any]:
         "idle_ms": (span - busy) / 1e3,
         "overlap_ms": (sum(classes.values()) - busy) / 1e3,
         "classes_ms": {name: time / 1e3 for name, time in sorted(classes.items(), key=lambda item: -item[1])},
+        "longest_gaps": gaps(device),
         "kernels": [
             {
                 "name": name[:160],

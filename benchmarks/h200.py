@@ -123,7 +123,10 @@ def run_trainer(row: Row, tokens: str, run_dir: str, started: float, trace: bool
         if code != exitcodes.OK:
             raise RuntimeError(f"the run ended with exit code {code}")
         found["step_s"] = clock.step_seconds(row.warmup_steps, row.timed_steps)
-        found["reserved_bytes"] = torch.cuda.max_memory_reserved(device) if clock.cuda else 0
+        memory = torch.cuda.memory_stats(device) if clock.cuda else {}
+        found["reserved_bytes"] = memory.get("reserved_bytes.all.peak", 0)
+        # A retry means that memory of one stream's pool was given back to be had in another's: it waits for the device.
+        found["allocator"] = {key: memory.get(key, 0) for key in ("num_alloc_retries", "num_sync_all_streams")}
     logged = [event.values for event in read_events(Path(run_dir, "events.jsonl")) if event.kind == "step"]
     found["losses"] = [values["loss"] for values in logged]
     found["skipped"] = sum(values["skipped"] for values in logged)
@@ -263,16 +266,21 @@ def measure(names: list[str], session: Session, once: bool) -> list[dict[str, An
     turns = [turn for base in with_bare for turn in ([base, f"bare-{base}"] if once else [base, f"bare-{base}", base])]
     turns += alone if once else alone + alone
     timed: dict[str, list[dict[str, Any]]] = {}
-    for turn in turns:
-        base = turn.removeprefix("bare-")
-        trace = session.trace and turn == base and (once or turn in timed)
-        found = session.run("bare" if turn != base else "row", base, trace)
-        timed.setdefault(turn, []).extend([found] if found else [])
+    floors: dict[str, dict[str, Any] | None] = {}
+    try:
+        for turn in turns:
+            base = turn.removeprefix("bare-")
+            trace = session.trace and turn == base and (once or turn in timed)
+            found = session.run("bare" if turn != base else "row", base, trace)
+            timed.setdefault(turn, []).extend([found] if found else [])
+            if base not in floors:  # right after the first timing, when the device is warm
+                floors[base] = session.run("floor", base)
+    except KeyboardInterrupt:
+        print("interrupted: what is there is written", flush=True)
     rows = []
     for base in bases:
-        floor = session.run("floor", base)
         if timed.get(base):
-            rows += rows_of_base(session.row(base), timed[base], timed.get(f"bare-{base}", []), floor)
+            rows += rows_of_base(session.row(base), timed[base], timed.get(f"bare-{base}", []), floors.get(base))
     return rows
 
 
@@ -309,6 +317,7 @@ def rows_of_base(
         "loss_falling": losses[-1] < losses[0],
         "skipped_steps": sum(found["skipped"] for found in timings),
         "reserved_gb": timings[0]["reserved_bytes"] / 1e9,
+        "allocator": timings[0]["allocator"],
         "data_wait_s": max(found["data_s"] for found in timings),
         "start_s": [found["start_s"] for found in timings],
         "cost_s": [found["cost_s"] for found in timings],
@@ -349,8 +358,17 @@ def rows_of_base(
         lines.append(_results.row(f"{row.name} value/floor", value / floor["tokens_per_s"], "1", target=0.95))
     if bare:
         ratio = parts["bare_medians"][0] / value
-        line = _results.row(f"{row.name} trainer/bare", ratio, "time ratio", better="lower", target=1.015)
-        lines.append({**line, "reference": 1.0})
+        lines.append(
+            _results.row(
+                f"{row.name} trainer/bare",
+                ratio,
+                "time ratio",
+                better="lower",
+                target=1.015,
+                reference=1.0,
+                parts={"bare_tokens_per_s": parts["bare_medians"], "bare_peak_gb": parts["bare_peak_gb"]},
+            )
+        )
     first = [found["start_s"]["first step"] for found in timings]
     lines.append(_results.row(f"{row.name} first step, cold", first[0], "s", better="lower", target=45.0))
     if len(first) > 1:
