@@ -25,7 +25,8 @@ def check_form(path, name):
 
 
 def test_a_row_of_the_speed_benchmark_runs_on_a_cpu(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "h200.py"), "--smoke", "--once", "--rows", "350m", "--out", tmp_path]
+    words = ["--smoke", "--once", "--rows", "350m,bare-350m", "--out", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "h200.py"), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,6 +40,8 @@ def test_a_row_of_the_speed_benchmark_runs_on_a_cpu(tmp_path):
     assert floor["parts_s"].keys() == {"products", "attention", "elementwise", "accumulation", "optimizer"}
     assert sum(floor["parts_s"].values()) == pytest.approx(floor["seconds"])
     assert rows["350m value/floor"]["value"] == pytest.approx(row["value"] / floor["tokens_per_s"])
+    assert rows["350m trainer/bare"]["parts"]["bare_tokens_per_s"][0] > 0
+    assert "trainer/bare" in done.stdout and "loss_falling" in done.stdout
     assert str(tmp_path) not in (tmp_path / "h200-smoke.json").read_text()
 
 
