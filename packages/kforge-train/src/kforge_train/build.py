@@ -18,14 +18,13 @@ from kforge_ckpt import Checkpointer, RngState
 from kforge_data import Loader, Tokenizer, TokenShards
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import Transformer, flops_per_token
-from kforge_optim import Optimizer, build_optimizer, build_schedule
+from kforge_optim import Optimizer, build_optimizer
 from kforge_parallel import Mesh, find_world, launch, parallelize, precision_of, resolve_axes, shutdown
 from kforge_resilience import Guard, StopRequest
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig
 from kforge_train.engine import PlainEngine
 from kforge_train.errors import ConfigError, config_errors
-from kforge_train.resolve import to_toml
 
 
 @dataclass
@@ -55,7 +54,7 @@ def checkpoint_dir(config: JobConfig) -> Path:
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
     axes = resolve_axes(config.parallel, world_size)
-    build_schedule(config.optim, config.train.steps)
+    build_optimizer(nn.Linear(1, 1), config.optim, config.train.steps)  # knows the names, and whether lengths fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
     if not data.train:
@@ -135,7 +134,8 @@ def build(config: JobConfig) -> Iterator[Job]:
         check(config, find_world().size)
         group_is_ours = not dist.is_initialized()
         mesh = launch(config.parallel)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
     try:
         with _parts(config, mesh) as job:
             yield job
@@ -148,8 +148,6 @@ def build(config: JobConfig) -> Iterator[Job]:
 def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if mesh.rank == 0:
-        (run_dir / "config.toml").write_text(to_toml(config))
     log = get_logger(rank=mesh.rank, world=mesh.size, run_dir=run_dir)
     torch.manual_seed(config.train.seed + mesh.rank)  # nothing in the steady loop draws; a user's hook may
     source = TokenShards(config.data.train)

@@ -14,7 +14,7 @@ from kforge_parallel import Mesh, launch, shutdown
 from kforge_train.config import JobConfig
 from kforge_train.engine import rows_of
 from kforge_train.errors import ConfigError, config_errors
-from kforge_train.restore import load_run, restore_weights
+from kforge_train.saved import load_run, restore_weights
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def sample(
     from kforge_model import Transformer, generate
     from kforge_parallel import choose_device, find_world
     from kforge_train.build import checkpoint_dir
-    from kforge_train.restore import load_run
+    from kforge_train.saved import load_run
 
     config = load_run(run_dir)
     if not config.data.tokenizer:

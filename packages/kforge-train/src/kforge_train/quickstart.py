@@ -128,7 +128,7 @@ def judge(paths: Paths, seconds: float) -> int:
     from kforge_metrics import write_report
     from kforge_train.evaluate import evaluate_run
     from kforge_train.generate import sample
-    from kforge_train.restore import load_run
+    from kforge_train.saved import load_run
 
     title("evaluate on held-out text", "kforge", "eval", str(paths.run))
     values = evaluate_run(paths.run)

@@ -13,6 +13,7 @@ from kforge_resilience import exitcodes
 from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.evaluate import evaluate
+from kforge_train.saved import save_config
 
 
 class Trainer:
@@ -76,6 +77,8 @@ class Trainer:
         """Train to the last step, or until all ranks agree to stop. Returns the exit code."""
         config, job = self.config, self.job
         self.restore()
+        if job.mesh.rank == 0:
+            save_config(config)
         self.report_start()
         verdict = job.guard.settle()
         while self.next_step < config.train.steps:
