@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import math
 from typing import Any
@@ -100,7 +101,7 @@ def test_first_values_after_a_resume_are_sane(every: int) -> None:
     tracker, _, clock = make(every_steps=every)
     run(tracker, clock, 1, 100, tokens=10_000, seconds=10.0)
     state = tracker.state_dict()
-    assert state == {"step": 100, "tokens_total": 1_000_000, "skipped_total": 0}
+    assert state == {"step": 100, "tokens_total": 1_000_000, "skipped_total": 0, "unfinished": []}
 
     again, sink, clock = make(every_steps=every)
     clock.time += 300.0  # restoring takes its time
@@ -137,10 +138,10 @@ def test_pause_before_the_first_step_and_flush_inside_a_pause() -> None:
     run(tracker, clock, 1, 4)
     with tracker.pause():
         clock.time += 30.0
-        tracker.event("stop", 4, {"reason": "SIGTERM"})
+        tracker.event("abort", 4, {"reason": "not finite"})
         clock.time += 30.0
     run(tracker, clock, 5, 10)
-    assert [(e.kind, e.step) for e in sink.events] == [("step", 4), ("stop", 4), ("step", 10)]
+    assert [(e.kind, e.step) for e in sink.events] == [("step", 4), ("abort", 4), ("step", 10)]
     assert sink.column("tokens_per_s") == pytest.approx([1000, 1000])
     assert sink.steps()[0]["first_step_s"] == 1.0
 
@@ -180,7 +181,7 @@ def test_skipped_steps_are_counted_and_left_out_of_the_means() -> None:
     assert math.isnan(second["loss"]) and second["grad_norm"] == math.inf and second["skipped"] == 3
     assert sink.column("skipped_total") == [1, 4] and sink.column("tokens_total") == [300, 600]
     assert sink.column("tokens_per_s") == pytest.approx([100, 100])
-    assert tracker.state_dict() == {"step": 6, "tokens_total": 600, "skipped_total": 4}
+    assert tracker.state_dict() == {"step": 6, "tokens_total": 600, "skipped_total": 4, "unfinished": []}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -218,19 +219,38 @@ def test_state_holds_the_steps_that_no_line_was_due_for() -> None:
     tokens=st.lists(st.integers(0, 9), min_size=40, max_size=40),
 )
 def test_totals_do_not_depend_on_restarts(every: int, cuts: list[int], tokens: list[int]) -> None:
-    """A run of 40 steps stopped at any steps and gone on with from its state: each step is in one interval."""
+    """A run of 40 steps stopped at any steps and gone on with from its state has the lines of one never stopped."""
     state, done, seen = {"step": 0, "tokens_total": 0, "skipped_total": 0}, 0, []
+    whole, whole_sink, _ = make(every_steps=every, total_steps=40)
+    for step in range(1, 41):
+        whole.step(step, tokens=tokens[step - 1], loss=float(step))
     for end in [*sorted(cuts), 40]:
         tracker, sink, clock = make(every_steps=every, total_steps=40)
         tracker.load_state_dict(state)
         for step in range(done + 1, end + 1):
             clock.time += 1.0
-            tracker.step(step, tokens=tokens[step - 1], loss=1.0)
+            tracker.step(step, tokens=tokens[step - 1], loss=float(step))
+        state = json.loads(json.dumps(tracker.state_dict()))
+        assert state["tokens_total"] == sum(tokens[:end])
         tracker.close()
-        state, done, seen = tracker.state_dict(), end, [*seen, *sink.steps()]
-    assert state["tokens_total"] == sum(tokens)
-    assert sum(values["steps"] for values in seen) == 40
-    assert all(values["tokens_per_s"] >= 0 for values in seen)
+        done, seen = end, [*seen, *sink.steps()]
+    for name in ("loss", "tokens_total", "steps", "skipped_total"):
+        assert [line[name] for line in seen] == pytest.approx(whole_sink.column(name), nan_ok=True)
+    assert all(line["tokens_per_s"] is None or line["tokens_per_s"] >= 0 for line in seen)
+
+
+def test_steps_after_the_last_saved_state_are_told_at_the_end() -> None:
+    tracker, sink, clock = make()
+    run(tracker, clock, 1, 3)
+    tracker.state_dict()
+    tracker.close()
+    assert sink.steps() == []  # the restart will tell of them
+    tracker, sink, clock = make()
+    run(tracker, clock, 1, 3)
+    tracker.state_dict()
+    run(tracker, clock, 4, 4)
+    tracker.close()
+    assert sink.column("steps") == [4]
 
 
 def test_more_steps_than_a_line_holds_lose_nothing() -> None:

@@ -1,7 +1,8 @@
 import pytest
 
 from kforge_testing import run_ranks
-from kforge_train.agree import check_agreement, digest
+from kforge_train import ConfigError
+from kforge_train.agree import check_agreement, digest, on_first_rank
 
 
 def compare(rank, world, facts_of_ranks):
@@ -28,3 +29,19 @@ def test_the_rank_and_the_fact_that_differ_are_named_on_every_rank(odd):
 
 def test_one_process_agrees_with_itself():
     check_agreement({"config": object()})
+
+
+def refused_on_the_first(rank, world):
+    called = []
+
+    def act():
+        called.append(rank)
+        raise ConfigError("the folder is taken")
+
+    with pytest.raises(ConfigError, match="the folder is taken"):
+        on_first_rank(act)
+    return called
+
+
+def test_what_the_first_rank_refuses_is_raised_on_all():
+    assert run_ranks(refused_on_the_first, 2) == [[0], []]

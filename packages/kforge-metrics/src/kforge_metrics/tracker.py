@@ -59,6 +59,10 @@ class _Interval:
     first: _Stamp | None = None
     """At the first step of the process, where that is in this interval."""
     rows: int = 0
+    carried: int = 0
+    """So many of the rows are of steps before a restart: they count, but were not timed here."""
+    kept: int = 0
+    """So many of the rows are in a state that was saved, and so a restart will tell of them."""
     numbers: dict[tuple[int, int], float] = field(default_factory=dict)
     """What came as Python numbers, by row and column; the rest is in the device's buffer."""
 
@@ -189,8 +193,8 @@ class Tracker:
             self._close_interval()
 
     def event(self, kind: str, step: int, values: dict[str, Any] | None = None) -> None:
-        """Send an event of any kind, after the step events before it ("stop" and "end": also the unfinished one)."""
-        if kind in ("stop", "end"):
+        """Send an event of any kind, after the step events before it ("abort" and "end": also the unfinished one)."""
+        if kind in ("abort", "end"):
             self.flush()
         self._send_due()
         self._send(Event(kind, step, self._now(), self.rank, dict(values or {})))
@@ -232,26 +236,42 @@ class Tracker:
             self._send_due()
 
     def close(self) -> None:
-        """`flush`, then close the sinks."""
-        self.flush()
+        """Close the sinks, after what is gathered; steps that a saved state holds are left to the restart."""
+        self._send_due()
+        if self._interval.rows > self._interval.kept:
+            self.flush()
         for sink in self.sinks:
             self._guarded(sink, sink.close)
 
-    def state_dict(self) -> dict[str, int]:
-        """Totals of the run up to now, equal on all ranks; waits for the device."""
+    def state_dict(self) -> dict[str, Any]:
+        """Totals of the run and the numbers of the steps since the last line, equal on all ranks; waits for the device.
+
+        After a restart the next line is the mean over all its steps, as if nothing had happened.
+        """
         self._send_due()
+        self._interval.kept = self._interval.rows
         rows = self._rows(self._interval, self._buffer.cpu())
         return {
             "step": self.done_steps,
-            "tokens_total": self._tokens_total + round(sum(row[TOKENS] for row in rows)),
-            "skipped_total": self._skipped_total + sum(not row[GATE] > 0 for row in rows),
+            "tokens_total": self._tokens_total + _tokens(rows),
+            "skipped_total": self._skipped_total + _skipped(rows),
+            "unfinished": rows,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from these totals and this step, see `start_at`."""
         self._tokens_total = int(state["tokens_total"])
         self._skipped_total = int(state["skipped_total"])
         self.start_at(int(state["step"]))
+        rows: list[list[float]] = state.get("unfinished", [])
+        if len(rows) >= self.every_steps:
+            return  # more than a line holds since every_steps was made smaller: they are in the totals
+        self._tokens_total -= _tokens(rows)
+        self._skipped_total -= _skipped(rows)
+        interval = self._interval
+        interval.rows = interval.carried = interval.kept = len(rows)
+        interval.numbers = {(i, j): float(value) for i, row in enumerate(rows) for j, value in enumerate(row)}
+        self._has_norm = any(not math.isnan(row[NORM]) for row in rows)
 
     def start_at(self, step: int) -> None:
         """So many steps are done, and the next one begins: steps gathered so far are forgotten, time starts anew."""
@@ -295,13 +315,13 @@ class Tracker:
     def _values(self, due: _Due) -> dict[str, Any]:
         interval = due.interval
         rows = self._rows(interval, due.table)
-        start, timed = interval.start, rows
-        if interval.first is not None and len(rows) > 1:
-            start, timed = interval.first, rows[1:]
+        start, timed = interval.start, rows[interval.carried :]
+        if interval.first is not None and len(timed) > 1:
+            start, timed = interval.first, timed[1:]
         elapsed_s, waited_s = interval.last.training_s(start), interval.last.waited_s - start.waited_s
         accepted = [row for row in rows if row[GATE] > 0]
-        skipped = len(rows) - len(accepted)
-        self._tokens_total += round(sum(row[TOKENS] for row in rows))
+        skipped = _skipped(rows)
+        self._tokens_total += _tokens(rows)
         self._skipped_total += skipped
         shown = accepted or rows
         per_s = throughput.tokens_per_second(sum(row[TOKENS] for row in timed), elapsed_s)
@@ -312,7 +332,7 @@ class Tracker:
             "lr": due.values["lr"],
             "tokens_per_s": per_s,
             "step_s": elapsed_s / len(timed) if per_s is not None else None,
-            "data_s": waited_s / len(timed),
+            "data_s": waited_s / max(1, len(timed)),
             "mfu": throughput.mfu(per_s, self.flops_per_token, self.world, peak),
             "mfu_palm": throughput.mfu(per_s, self.flops_per_token_palm, self.world, peak),
             "tokens_total": self._tokens_total,
@@ -348,6 +368,14 @@ class Tracker:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _tokens(rows: list[list[float]]) -> int:
+    return round(sum(row[TOKENS] for row in rows))
+
+
+def _skipped(rows: list[list[float]]) -> int:
+    return sum(not row[GATE] > 0 for row in rows)
 
 
 def _mean(values: list[float], weights: list[float] | None = None) -> float:

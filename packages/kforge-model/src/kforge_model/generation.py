@@ -33,7 +33,8 @@ def sample(
         raise ValueError(f"top_p = {top_p} must lie in (0, 1]; 1 turns it off")
     if temperature == 0:
         return logits.argmax(-1)
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # the largest is 0, however low the temperature
     scores, ids = scores.sort(dim=-1, descending=True, stable=True)
     if top_k:
         scores, ids = scores[:, :top_k], ids[:, :top_k]

@@ -51,5 +51,5 @@ class ParallelConfig:
             if value > 1:
                 raise ValueError(f"parallel.{name} = {value} is not available in this version; set it to 1")
         for name in ("init_timeout_s", "step_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"parallel.{name} = {getattr(self, name)} must be above 0 seconds")
+            if not 0 < getattr(self, name) <= 1e8:
+                raise ValueError(f"parallel.{name} = {getattr(self, name)} must be above 0 and at most 1e8 seconds")

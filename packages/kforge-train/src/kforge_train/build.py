@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig
 from kforge_train.engine import PlainEngine
 from kforge_train.errors import ConfigError, config_errors
+from kforge_train.lock import RunLock
 
 
 @dataclass
@@ -84,6 +86,11 @@ def check(config: JobConfig, world_size: int) -> None:
                 source.check_tokenizer(tokenizer)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.{name}: {error}") from error
+        if source.tokens <= source.documents:  # a document's first token is not predicted
+            raise ConfigError(
+                f"data.{name} = {folder} has {source.tokens} tokens in {source.documents} documents: nothing to "
+                "score; name shards with a document of two tokens or more"
+            )
         if source.vocab_size > config.model.vocab_size:
             raise ConfigError(
                 f"data.{name} = {folder} was made with a vocabulary of {source.vocab_size} tokens, more than "
@@ -91,6 +98,13 @@ def check(config: JobConfig, world_size: int) -> None:
             )
     if config.train.eval_every_steps and not data.heldout:
         raise ConfigError("train.eval_every_steps is set, but data.heldout names no folder to evaluate on")
+    for path in (Path(config.train.run_dir), checkpoint_dir(config)):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the run cannot be kept in {path}: {error}") from error
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"the run cannot be kept in {path}: no permission to write there")
     checkpoints = checkpoint_dir(config)
     if not config.ckpt.resume and Checkpointer(checkpoints).latest() is not None:
         raise ConfigError(
@@ -147,13 +161,13 @@ def build(config: JobConfig) -> Iterator[Job]:
 @contextmanager
 def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
     run_dir = Path(config.train.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
     log = get_logger(rank=mesh.rank, world=mesh.size, run_dir=run_dir)
     torch.manual_seed(config.train.seed + mesh.rank)  # nothing in the steady loop draws; a user's hook may
     source = TokenShards(config.data.train)
-    check_agreement({"config": asdict(config), "versions": versions(), "training data": source.fingerprint})
+    facts = {f"config section {name}": fields for name, fields in asdict(config).items()}
+    check_agreement({**facts, "version of a package": versions(), "training data": source.fingerprint})
 
-    with StopRequest(config.resilience.stop_signals) as stop:
+    with RunLock(run_dir, mesh.rank), StopRequest(config.resilience.stop_signals) as stop:
         model = build_model(config, mesh)
         data = config.data
         loader = Loader(

@@ -38,6 +38,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"train.steps = {self.steps} must be at least 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"train.seed = {self.seed} does not fit into 64 bits")
         if not self.run_dir:
             raise ValueError("train.run_dir is empty; name the folder that the run may write to")
         for name in ("eval_every_steps", "eval_rows", "max_minutes"):

@@ -15,7 +15,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """Turn a ValueError or FileNotFoundError raised inside into a ConfigError.
+    """Turn a ValueError, FileNotFoundError or CheckpointError raised inside into a ConfigError.
 
     Wrapped around the building of a job, where such an error means that the config and the world do not fit. It is
     not wrapped around training, where a ValueError is a fault of the code and its traceback is wanted.
@@ -26,3 +26,9 @@ def config_errors() -> Iterator[None]:
         raise
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
+    except RuntimeError as error:
+        from kforge_ckpt import CheckpointError
+
+        if isinstance(error, CheckpointError):
+            raise ConfigError(str(error)) from error
+        raise

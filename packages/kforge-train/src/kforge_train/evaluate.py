@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,12 +20,18 @@ from kforge_train.saved import load_run, restore_weights
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, source: TokenShards, config: JobConfig, mesh: Mesh, max_rows: int = 0
-) -> dict[str, float]:
-    """Mean loss over the scored tokens of the first ``max_rows`` rows (0: all), over all ranks.
+    model: nn.Module,
+    source: TokenShards,
+    config: JobConfig,
+    mesh: Mesh,
+    max_rows: int = 0,
+    stop: Callable[[], bool] | None = None,
+) -> dict[str, float] | None:
+    """Mean loss over the scored tokens of ``max_rows`` rows spread over the text (0: all), over all ranks.
 
     Returns loss (nats a token), perplexity, bits_per_byte (the text's own ratio of tokens to bytes applied to the
-    loss), and tokens (how many were scored).
+    loss; left out where the bytes were not counted), and tokens (how many were scored). Returns None as soon as
+    ``stop`` is true on any rank.
     """
     data = config.data
     training = model.training
@@ -42,6 +49,8 @@ def evaluate(
             isolate_documents=data.isolate_documents,
             device=mesh.device,
         ):
+            if stop is not None and anywhere(stop(), mesh):
+                return None
             _, nll = model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=one)
             total += torch.stack([nll.sum(dtype=torch.float64), (batch["labels"] != -100).sum().to(torch.float64)])
     finally:
@@ -52,12 +61,18 @@ def evaluate(
     if not tokens:
         raise ValueError("the held-out text has no token to score: every document is shorter than two tokens")
     loss = nats / tokens
-    return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 80.0)),
-        "bits_per_byte": loss * source.tokens / source.text_bytes / math.log(2),
-        "tokens": tokens,
-    }
+    values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "tokens": tokens}
+    if source.text_bytes:
+        values["bits_per_byte"] = source.bits_per_byte(loss)
+    return values
+
+
+def anywhere(here: bool, mesh: Mesh) -> bool:
+    """Whether something is true on any rank. Collective; waits."""
+    flag = torch.tensor(float(here), device=mesh.device)
+    if mesh.size > 1:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def evaluate_run(run_dir: Path, step: int | None = None, data: Path | None = None) -> dict[str, float]:
@@ -72,7 +87,9 @@ def evaluate_run(run_dir: Path, step: int | None = None, data: Path | None = Non
         mesh = launch(config.parallel)
     try:
         model, at = restore_weights(config, mesh, step)
-        return {**evaluate(model, source, config, mesh), "step": at, "rank": mesh.rank}
+        values = evaluate(model, source, config, mesh)
+        assert values is not None  # nothing was there to stop it
+        return {**values, "step": at, "rank": mesh.rank}
     finally:
         shutdown()
 
@@ -81,8 +98,9 @@ def main(run_dir: Path, step: int | None = None, data: Path | None = None) -> in
     """`kforge eval`: print the held-out loss of a run. Returns the exit code."""
     values = evaluate_run(run_dir, step, data)
     if values["rank"] == 0:
+        bits = f"{values['bits_per_byte']:.4f} bits/byte, " if "bits_per_byte" in values else ""
         print(
-            f"step {values['step']:.0f}: {values['loss']:.4f} nats/token, {values['bits_per_byte']:.4f} bits/byte, "
+            f"step {values['step']:.0f}: {values['loss']:.4f} nats/token, {bits}"
             f"perplexity {values['perplexity']:.2f} over {values['tokens']:,.0f} tokens"
         )
     return 0

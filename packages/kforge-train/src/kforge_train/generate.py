@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kforge_train.resolve import ConfigError
+from kforge_train.errors import ConfigError, config_errors
 
 
 def sample(
@@ -66,9 +66,15 @@ def main(
     seed: int = 0,
     step: int | None = None,
 ) -> int:
-    """Print a sample. Returns the exit code."""
-    print(
-        sample(
+    """Print a sample, once a job. Returns the exit code."""
+    from kforge_parallel import find_world
+
+    if find_world().rank != 0:
+        return 0
+    # Bytes of the command line that are no UTF-8 come as lone surrogates, which no tokenizer takes.
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    with config_errors():
+        text = sample(
             run_dir,
             prompt,
             max_new_tokens=max_new_tokens,
@@ -78,5 +84,5 @@ def main(
             seed=seed,
             step=step,
         )
-    )
+    print(text)
     return 0

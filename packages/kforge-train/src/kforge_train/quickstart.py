@@ -48,7 +48,7 @@ class Paths:
 def main(folder: Path, minutes: float | None = None) -> int:
     """Run the whole story in ``folder``. ``minutes``: how long to train. Returns the exit code: 1 when the model
     did not beat the bigram, or a stage failed."""
-    if minutes is not None and minutes <= 0:
+    if minutes is not None and not 0 < minutes < float("inf"):
         raise ConfigError(f"--minutes {minutes:g} must be above 0")
     paths = Paths(folder)
     if (paths.run / "config.toml").exists():
@@ -134,8 +134,8 @@ def judge(paths: Paths, seconds: float) -> int:
     values = evaluate_run(paths.run)
     row_tokens = load_run(paths.run).data.row_tokens
     train, heldout = TokenShards(paths.tokens / "train"), TokenShards(paths.tokens / "heldout")
+    to_bits = heldout.bits_per_byte(1.0)
     counted = ngram_baseline(train, heldout, row_tokens=row_tokens)
-    to_bits = values["bits_per_byte"] / values["loss"]
     rows = [
         ("unigram, counted", counted.unigram_nats),
         ("Kneser-Ney bigram, counted", counted.bigram_nats),

@@ -87,6 +87,8 @@ def load_config(path: str | Path) -> JobConfig:
 
 def _file_layers(source: str | Path | None) -> list[_Layer]:
     """The file and what it extends, the deepest first."""
+    if source is not None and not str(source):
+        raise ConfigError("the name of the preset or file is empty; leave it away to take the defaults")
     layers: list[_Layer] = []
     chain: list[str] = []
     base = Path()
@@ -113,7 +115,7 @@ def _read(source: str | Path, base: Path) -> tuple[str, str, str, Path]:
         return text, f"preset {source}", f"preset {source}", Path()
     path = base / source
     try:
-        return path.read_text("utf-8"), f"file {path}", str(path.resolve()), path.parent
+        return path.read_text("utf-8-sig"), f"file {path}", str(path.resolve()), path.parent
     except FileNotFoundError:
         near = difflib.get_close_matches(str(source), preset_names(), n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

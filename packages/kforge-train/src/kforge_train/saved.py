@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -12,8 +16,10 @@ from kforge_ckpt import Checkpointer
 from kforge_parallel import Mesh
 from kforge_train.build import build_model, checkpoint_dir
 from kforge_train.config import JobConfig
-from kforge_train.errors import ConfigError
+from kforge_train.errors import ConfigError, config_errors
 from kforge_train.resolve import load_config, to_toml
+
+_log = logging.getLogger("kforge")
 
 
 def save_config(config: JobConfig) -> None:
@@ -36,6 +42,36 @@ def save_config(config: JobConfig) -> None:
     os.replace(path.with_suffix(".partial"), path)
 
 
+_FREE = {"max_seq_len", "init_std", "loss_chunk_tokens"}
+"""Fields of the model that may change at a resume: no weight and no value of a step depends on them any more."""
+
+
+def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
+    """Refuse to go on with another model than the checkpoint's, also where all shapes agree; log other changes.
+
+    ``saved`` is the job that the checkpoint was made by, as plain data, or None where none was noted.
+    """
+    changes = sorted(_changes(saved, json.loads(json.dumps(asdict(config))))) if saved else []
+    refused = [text for path, text in changes if path.startswith("model.") and path.split(".")[1] not in _FREE]
+    if refused:
+        raise ConfigError(
+            f"the run at step {step} has another model: {'; '.join(refused)}. Give it the model it has, or start "
+            "another run with --train.run_dir"
+        )
+    for path, text in changes:
+        if not path.startswith("train.run_dir"):
+            _log.info("changed since step %d: %s", step, text)
+
+
+def _changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for section, fields in now.items():
+        for name, value in fields.items():
+            before = saved.get(section, {}).get(name, value)
+            before = list(before) if isinstance(before, tuple) else before
+            if before != value:
+                yield f"{section}.{name}", f"{section}.{name} was {before}, now {value}"
+
+
 def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if path else ""
 
@@ -52,7 +88,8 @@ def load_run(run_dir: Path) -> JobConfig:
 def restore_weights(config: JobConfig, mesh: Mesh, step: int | None = None) -> tuple[nn.Module, int]:
     """The run's model on ``mesh`` with the weights of ``step`` (None: the newest), and that step."""
     model = build_model(config, mesh)
-    at = Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step)
+    with config_errors():
+        at = Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step)
     if at is None:
         raise ConfigError(f"{checkpoint_dir(config)} holds no committed checkpoint yet")
     return model, at

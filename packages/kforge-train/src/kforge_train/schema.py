@@ -7,6 +7,7 @@ command line (converted to the field's type) from values of a file (which must h
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterator
@@ -134,6 +135,8 @@ def fit(kind: Any, value: Any) -> Any:
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise Mismatch("must be a number")
+        if not math.isfinite(value):
+            raise Mismatch("must be a finite number")
         return float(value)
     if kind is str and not isinstance(value, str):
         raise Mismatch("must be text")

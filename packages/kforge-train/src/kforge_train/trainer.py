@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from kforge_ckpt import CheckpointError
 from kforge_optim import clip
 from kforge_resilience import exitcodes
 from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
+from kforge_train.errors import ConfigError, config_errors
 from kforge_train.evaluate import evaluate
-from kforge_train.saved import save_config
+from kforge_train.saved import check_same_job, save_config
+
+FAILED = 1
 
 
 class Trainer:
@@ -85,10 +89,11 @@ class Trainer:
             verdict = self.step()
             if verdict.action != "ok":
                 break
+            # Saved first: what comes while an evaluation runs then finds everything safe.
+            if self.due(config.ckpt.every_steps) and not job.guard.settle().skipped:
+                self.save()
             if self.due(config.train.eval_every_steps):
                 self.evaluate()
-            if self.due(config.ckpt.every_steps):
-                self.save()
         if verdict.action == "ok":
             verdict = job.guard.settle()
         return self.finish(verdict)
@@ -103,12 +108,21 @@ class Trainer:
         return self.job.stop.requested is not None or (limit > 0 and time.monotonic() - self.started > limit)
 
     def restore(self) -> None:
-        """Go on from the newest committed checkpoint, where there is one."""
-        self.job.optimizer.init_state()
-        step = self.job.checkpointer.restore(self.state)
-        if step is not None:
-            self.saved_step = step
-            self.job.tracker.event("resume", self.next_step, {"checkpoint": step})
+        """Go on from the newest committed checkpoint, where there is one. Raises ConfigError for one of another job."""
+        job = self.job
+        job.optimizer.init_state()
+        newest = job.checkpointer.latest()
+        if newest is None:
+            return
+        with config_errors():
+            check_same_job(job.checkpointer.meta(newest).get("config"), self.config, newest)
+            self.saved_step = job.checkpointer.restore(self.state, step=newest)
+        if self.next_step > self.config.train.steps:
+            raise ConfigError(
+                f"train.steps = {self.config.train.steps}, but the run is at step {self.next_step} already; ask for "
+                "more steps, or start another run with --train.run_dir"
+            )
+        job.tracker.event("resume", self.next_step, {"checkpoint": newest})
 
     def save(self) -> None:
         """Write a checkpoint of the step just done, unless there is one."""
@@ -122,14 +136,17 @@ class Trainer:
         self.saved_step = self.next_step
         job.tracker.event("checkpoint", self.next_step, {"seconds": seconds})
 
-    def evaluate(self) -> None:
-        """Score the held-out text, where there is any."""
+    def evaluate(self) -> bool:
+        """Score the held-out text, where there is any. Returns False when a stop was asked for meanwhile."""
         job = self.job
         if job.heldout is None:
-            return
+            return True
+        rows = self.config.train.eval_rows
         with job.tracker.pause(), job.optimizer.evaluation_weights():
-            values = evaluate(job.model, job.heldout, self.config, job.mesh, max_rows=self.config.train.eval_rows)
-        job.tracker.event("eval", self.next_step, values)
+            values = evaluate(job.model, job.heldout, self.config, job.mesh, max_rows=rows, stop=self.wants_stop)
+        if values is not None:
+            job.tracker.event("eval", self.next_step, values)
+        return values is not None
 
     def report_start(self) -> None:
         job = self.job
@@ -143,17 +160,17 @@ class Trainer:
 
     def finish(self, verdict: Any) -> int:
         """Save what is not saved, say why the run ends, and choose the exit code."""
+        log = self.job.log
         done = self.next_step >= self.config.train.steps
-        if verdict.action == "abort":
-            # The weights are those of the last good step, but the run is not: leave its last checkpoint alone.
-            self.job.log.error("ending without a checkpoint: %s", verdict.reason)
+        if verdict.action == "abort" or (done and verdict.skipped_in_a_row > 1):
+            # Weights that only make bad steps are not worth a checkpoint that pushes a good one out.
+            log.error("ending without a checkpoint: %s", verdict.reason)
             return exitcodes.NONFINITE
         self.save()
-        if done:
-            self.evaluate()
-            self.job.tracker.event("end", self.next_step, {})
+        if done and self.evaluate():
+            self.job.tracker.event("end", self.next_step)
             return exitcodes.OK
-        self.job.log.info("step %d is saved; start me again to go on (%s)", self.next_step, verdict.reason)
+        log.info("step %d is saved; start me again to go on (%s)", self.next_step, verdict.reason or "asked to stop")
         return exitcodes.STOPPED
 
 
@@ -161,4 +178,8 @@ def run(config: JobConfig) -> int:
     """Train a job in this process and return the exit code. Every process of the job calls it."""
     torch.set_float32_matmul_precision("high" if config.parallel.precision == "bf16" else "highest")
     with build(config) as job:
-        return Trainer(job).run()
+        try:
+            return Trainer(job).run()
+        except CheckpointError as error:  # a full disk, say: known well enough to be told without a traceback
+            job.log.error("%s", error)
+            return FAILED

@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(SILENT_S)
         return CONFIG_EXIT
+    except KeyboardInterrupt:
+        print("kforge: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `kforge config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
