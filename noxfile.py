@@ -370,7 +370,7 @@ def quickstart(session: nox.Session) -> None:
 Everything is installed, editable, in .venv. Next:
   {shown}/kforge config tiny                  what a job consists of, and where each value comes from
   {shown}/kforge train --help                 every field of a job
-  {shown}/kforge quickstart --minutes 30      a larger model
+  {shown}/kforge quickstart --minutes 30      a larger model, in runs/quickstart-long
   nox                                         the tests""",
         flush=True,
     )

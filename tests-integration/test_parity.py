@@ -1,4 +1,4 @@
-"""Law 1, for the axis that exists: the layout changes nothing."""
+"""The layout changes nothing but speed: one process against two and four, in float64."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_fsdp_equals_one_process(tokens, tmp_path, changes, optimizer):
 
 
 def test_the_loss_is_that_of_an_independent_mean(tokens, tmp_path):
-    """Law 5: the first logged loss is the mean over scored tokens of the whole batch, whatever the microbatches."""
+    """The first logged loss is the mean over scored tokens of the whole batch, whatever the microbatches."""
     config = job(tokens, tmp_path / "run", data__microbatch_rows=2)
     (losses, *_), _ = run_ranks(three_steps, 2, config, init=False)
     expected = run_ranks(mean_by_hand, 1, config, init=False)[0]

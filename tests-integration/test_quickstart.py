@@ -32,7 +32,9 @@ def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
     (heldout,) = values(run, "loss", "eval").values()
     assert heldout > 4.5  # forty steps teach little
     assert code == 1
-    assert "FAILED" in out and "below the counted bigram, at least 0.15 wanted" in out
+    assert "FAILED" in out and "above the counted bigram, at least 0.15 below wanted; 40 steps were not enough" in out
+    assert code == quickstart.main(folder)  # what is there is gone on with: nothing but the verdict is left
+    assert list(values(run, "loss"))[-1] == 40
     for command in (
         "kforge-data train-tokenizer",
         "kforge-data tokenize",

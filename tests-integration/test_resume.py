@@ -1,4 +1,4 @@
-"""Laws 2, 3 and 11: a killed run goes on as if nothing had happened, on any number of processes."""
+"""A killed run goes on as if nothing had happened, on any number of processes."""
 
 import pytest
 from jobs import job, train, train_and_die, values

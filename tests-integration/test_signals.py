@@ -1,4 +1,4 @@
-"""Law 7: a signal to one process is a decision of all."""
+"""A signal to one process is a decision of all."""
 
 import os
 import signal

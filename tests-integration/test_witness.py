@@ -1,4 +1,4 @@
-"""Law 8: no accepted key is ignored. Each field of a job, changed alone, changes what is built or is an error."""
+"""No accepted key is ignored. Each field of a job, changed alone, changes what is built or is an error."""
 
 import dataclasses
 import signal

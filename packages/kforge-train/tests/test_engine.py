@@ -1,4 +1,4 @@
-"""Law 5 at the engine: the loss is the mean over scored tokens, however they are spread over microbatches."""
+"""The loss is the mean over scored tokens, however they are spread over microbatches."""
 
 import pytest
 import torch

@@ -118,7 +118,7 @@ def test_saved_configs_reload_equal(name: str | None, tmp_path: Path) -> None:
 
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"])),
-    lr=st.floats(min_value=0, exclude_min=True),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     steps=st.integers(1, 2**62),
     rows=st.none() | st.integers(1, 10**6),
     signals=st.lists(st.text("ABC\"'\\,[]", min_size=1)),

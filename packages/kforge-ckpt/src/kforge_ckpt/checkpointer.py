@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -92,6 +93,11 @@ class Checkpointer:
             raise ValueError(f"step = {step!r} must be a whole number from 0 on")
         started = time.perf_counter()
         ranks = self._ranks()
+        if not ranks.joined and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise CheckpointError(
+                f"WORLD_SIZE = {os.environ['WORLD_SIZE']}, but there is no process group: every process would save a "
+                f"checkpoint of its own into {self.dir}; call torch.distributed.init_process_group first"
+            )
         what = f"checkpoint of step {step} in {self.dir} was not saved"
         if ranks.first(what, lambda: step in commit.committed(self.dir)):
             if ranks.rank == 0:

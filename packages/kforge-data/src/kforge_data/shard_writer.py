@@ -69,7 +69,7 @@ class ShardWriter:
             raise ValueError(f"eos_id = {eos_id} is not an id of a vocabulary of {vocab_size}")
         self.path = Path(path)
         if (self.path / INDEX).exists() and not overwrite:
-            raise ValueError(f"{self.path} already holds token shards; remove it, or ask to overwrite")
+            raise ValueError(f"{self.path} already holds token shards; remove it, or pass overwrite (--overwrite)")
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file, and token shards need a folder")
         self._vocab_size, self._tokenizer, self._eos_id = vocab_size, tokenizer, eos_id

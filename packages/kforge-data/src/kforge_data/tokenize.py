@@ -108,7 +108,8 @@ def read_documents(
             if isinstance(text, _Bad):
                 counts.bad_lines += 1
                 if counts.bad_lines > max_bad_lines:
-                    raise ValueError(f"{place}: {text.reason}; up to max_bad_lines = {max_bad_lines} are skipped")
+                    skipped = f"up to max_bad_lines = {max_bad_lines} (--max-bad-lines) are skipped"
+                    raise ValueError(f"{place}: {text.reason}; {skipped}")
                 logger.warning("%s: %s; skipped", place, text.reason)
             elif not text:
                 if strict:

@@ -1,4 +1,4 @@
-"""Before the first step, all ranks say what they are about to run; one that differs is named (law 7)."""
+"""Before the first step, all ranks say what they are about to run; one that differs is named."""
 
 from __future__ import annotations
 

@@ -195,7 +195,10 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             guard=Guard(config.resilience, mesh.device, on_event=tracker.on_event),
             stop=stop,
             checkpointer=Checkpointer(
-                checkpoint_dir(config), keep_last=config.ckpt.keep_last, keep_every=config.ckpt.keep_every
+                checkpoint_dir(config),
+                keep_last=config.ckpt.keep_last,
+                keep_every=config.ckpt.keep_every,
+                on_event=lambda kind, values: log.debug("%s %s", kind, values),  # the trainer tells of it
             ),
             rng=RngState(),
             tracker=tracker,

@@ -21,7 +21,7 @@ class TrainConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     run_dir: str = "runs/default"
-    """Folder of the run: its config, events, checkpoints and report."""
+    """Folder of the run: its config, events, log and checkpoints."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
     max_minutes: float = 0.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from kforge_train.errors import ConfigError, config_errors
 
@@ -40,6 +42,13 @@ def sample(
     model.init_weights(config.train.seed)  # ties, and what no checkpoint holds
     if Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step) is None:
         raise ConfigError(f"{checkpoint_dir(config)} holds no committed checkpoint yet")
+    if tokenizer.vocab_size < config.model.vocab_size:  # rows of the head that no token belongs to
+
+        def only_tokens(module: nn.Module, _: Any, logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_fill(-1, unused, -torch.inf)
+
+        unused = torch.arange(tokenizer.vocab_size, config.model.vocab_size, device=device)
+        model.head.register_forward_hook(only_tokens)  # type: ignore[union-attr]
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     generator = torch.Generator(device=device).manual_seed(seed)
     out = generate(

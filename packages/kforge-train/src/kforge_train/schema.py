@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 NONE_WORD = "none"
 """How None is written on a command line and in TOML, which has no null."""
 
-_BOOLS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False, "on": True, "off": False}
+BOOLS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False, "on": True, "off": False}
 
 
 class Mismatch(ValueError):
@@ -80,7 +80,7 @@ def from_text(kind: Any, text: str) -> Any:
                 return value
         return text
     if kind is bool:
-        return _BOOLS.get(text.lower(), text)
+        return BOOLS.get(text.lower(), text)
     if kind in (int, float):
         try:
             return kind(text)

@@ -30,6 +30,7 @@ class Trainer:
         """Optimizer steps done, which is the number of the next one."""
         self.saved_step: int | None = None
         self.started = time.monotonic()
+        self.time_is_up = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"next_step": self.next_step}
@@ -104,8 +105,11 @@ class Trainer:
 
     def wants_stop(self) -> bool:
         """Whether this process has been asked to stop, by a signal or by the clock."""
-        limit = self.config.train.max_minutes * 60
-        return self.job.stop.requested is not None or (limit > 0 and time.monotonic() - self.started > limit)
+        limit = self.config.train.max_minutes
+        if limit > 0 and not self.time_is_up and time.monotonic() - self.started > limit * 60:
+            self.time_is_up = True
+            self.job.log.info("train.max_minutes = %g are over", limit)
+        return self.time_is_up or self.job.stop.requested is not None
 
     def restore(self) -> None:
         """Go on from the newest committed checkpoint, where there is one. Raises ConfigError for one of another job."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError
-from kforge_train.schema import leaves
+from kforge_train.schema import BOOLS, leaves
 
 
 def split_overrides(
@@ -31,7 +31,9 @@ def split_overrides(
         if equals:
             overrides.append((path, value))
         elif path in flags:
-            takes = bool(tokens) and tokens[0].lower() in ("true", "false")
+            # A word behind a flag is its value when it can be one, or when nothing else can be meant by it.
+            named = len(rest) > 1
+            takes = bool(tokens) and not tokens[0].startswith("--") and (named or tokens[0].lower() in BOOLS)
             overrides.append((path, tokens.pop(0) if takes else "true"))
         elif tokens and not tokens[0].startswith("--"):
             overrides.append((path, tokens.pop(0)))
