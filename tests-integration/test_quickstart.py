@@ -5,10 +5,12 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from jobs import values
 
 from kforge_metrics import read_events
-from kforge_train import quickstart
+from kforge_optim import build_schedule
+from kforge_train import quickstart, resolve_config
 
 
 def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
@@ -18,7 +20,7 @@ def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
     texts = [path.read_text("utf-8") for path in sources]
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(quickstart, "MIN_STEPS", 40)
-    monkeypatch.setattr(quickstart, "CALIBRATION_STEPS", 16)
+    monkeypatch.setitem(quickstart.CALIBRATION, "train.steps", "16")
     monkeypatch.setitem(os.environ, "RANK", "0")  # whoever starts it: the training is one process
     code = quickstart.main(folder, minutes=0.01)
     out = capfd.readouterr().out
@@ -42,3 +44,11 @@ def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
         "kforge generate",
     ):
         assert f"$ {command}" in out
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "quickstart-10m", "quickstart-gpu"])
+def test_every_preset_that_it_may_choose_fits_its_lengths(preset):
+    trial = resolve_config(preset, quickstart.CALIBRATION).config
+    assert build_schedule(trial.optim, trial.train.steps)(0) > 0
+    job = resolve_config(preset, {"train.steps": quickstart.MIN_STEPS}).config
+    assert build_schedule(job.optim, job.train.steps)(job.optim.warmup_steps) == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,10 @@ def own_group(rank: int, world: int, folder: str) -> tuple[int, int]:
     ckpt.save(1, {"box": Box(r=PerRank(rank))})
     dist.destroy_process_group()
     if rank == 0:
+        # Under a launcher every process would write a checkpoint of its own here.
+        with pytest.raises(CheckpointError, match="WORLD_SIZE = 2, but there is no process group"):
+            ckpt.save(2, {"box": Box(r=PerRank(rank))})
+        del os.environ["WORLD_SIZE"]
         ckpt.save(2, {"box": Box(r=PerRank(rank))})
     box1, box2 = Box(r=PerRank(0)), Box(r=PerRank(0))
     ckpt.restore({"box": box1}, step=1)

@@ -27,7 +27,14 @@ MARGIN = 0.15
 DEFAULT_TRAINING_MINUTES = 3.0
 LONG_MINUTES = 20.0
 """From here on the larger model is trained."""
-CALIBRATION_STEPS = 24
+CALIBRATION = {
+    "train.steps": "24",
+    "optim.warmup_steps": "0",
+    "metrics.every_steps": "8",
+    "data.heldout": "",
+    "train.eval_every_steps": "0",
+}
+"""What the trial run that tells the machine's speed changes of the job."""
 MIN_STEPS = 300
 """Fewer do not beat the bigram: a slow machine trains longer than it was asked to."""
 MAX_EPOCHS = 4
@@ -101,9 +108,8 @@ def choose_job(paths: Paths, minutes: float) -> list[str]:
     ]
     title("how fast is this machine?")
     shutil.rmtree(paths.calibration, ignore_errors=True)  # of a quickstart that was interrupted
-    calibrate = ["--train.run_dir", str(paths.calibration), "--train.steps", str(CALIBRATION_STEPS)]
-    quiet = ["--metrics.every_steps", "8", "--data.heldout", "", "--train.eval_every_steps", "0"]
-    code = train_command(job + calibrate + quiet)
+    trial = [word for name, value in CALIBRATION.items() for word in (f"--{name}", value)]
+    code = train_command([*job, *trial, "--train.run_dir", str(paths.calibration)])
     if code != 0:
         raise ConfigError(f"the trial run ended with exit code {code}; its log is in {paths.calibration}")
     seconds = [e["values"]["step_s"] for e in events(paths.calibration) if e["kind"] == "step"]
