@@ -64,18 +64,8 @@ def sample(
     return tokenizer.decode(out[0].tolist(), skip_special=True)
 
 
-def main(
-    run_dir: Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    step: int | None = None,
-) -> int:
-    """Print a sample, once a job. Returns the exit code."""
+def main(run_dir: Path, prompt: str, **options: Any) -> int:
+    """Print a `sample` (``options`` are its own), once a job. Returns the exit code."""
     from kforge_parallel import find_world
 
     if find_world().rank != 0:
@@ -83,15 +73,6 @@ def main(
     # Bytes of the command line that are no UTF-8 come as lone surrogates, which no tokenizer takes.
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     with config_errors():
-        text = sample(
-            run_dir,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            step=step,
-        )
+        text = sample(run_dir, prompt, **options)
     print(text)
     return 0
