@@ -117,7 +117,9 @@ def test_private_torch_names_stand_in_one_file(package: str) -> None:
 def test_packages_import_without_torch() -> None:
     modules = [f"kforge_{package}" for package in PACKAGES]
     code = f"import sys; sys.modules.update(torch=None, numpy=None)\nimport {', '.join(modules)}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code += f"\nprint({', '.join(f'{module}.__version__' for module in modules)})"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert len(done.stdout.split()) == len(PACKAGES)
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -99,3 +99,4 @@ def test_the_host_does_not_wait(name: str) -> None:
         optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.schedule_step == 2 and all(p.grad is None for p in model.parameters())

@@ -26,7 +26,9 @@ def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
 
 def test_config_and_exit_codes_need_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import kforge_resilience.config, kforge_resilience.exitcodes"
-    subprocess.run([sys.executable, "-c", code + "; from kforge_resilience import ResilienceConfig"], check=True)
+    code += "; from kforge_resilience import ResilienceConfig, exitcodes; print(exitcodes.STOPPED, ResilienceConfig())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == f"75 {ResilienceConfig()}"
 
 
 def test_public_names_exist_and_say_what_they_are() -> None:

@@ -68,7 +68,9 @@ def get(config: Any, path: str) -> Any:
 def test_config_modules_import_with_torch_blocked(package: str) -> None:
     blocked = ["torch", "numpy", "pydantic", "rich", "tokenizers", "safetensors"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import kforge_{package}.config"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code += f"; print(*sorted(n for n in dir(kforge_{package}.config) if n.endswith('Config')))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert f"{package.capitalize()}Config" in done.stdout.split()
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "train"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,9 @@ def blocks(language: str) -> list[str]:
 
 def test_python_runs() -> None:
     [code] = blocks("python")
-    exec(compile(code, "README.md", "exec"), {})
+    scope: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert scope["job"] == resolve_config("tiny", {"optim.lr": 1e-3, "train.steps": 5}).config
 
 
 def test_the_file_is_one(tmp_path: Path) -> None:
