@@ -15,18 +15,28 @@ class ParallelConfig:
     dp_shard: int = -1
     """Processes over which parameters, gradients and optimizer state are sharded (FSDP2). -1: all that are left."""
     dp_replicate: int = 1
-    """Copies of each sharded group (HSDP). Only 1 for now."""
+    """Copies of each sharded group (HSDP). -1: all that are left."""
     tp: int = 1
-    """Processes that split each matrix (tensor parallelism). Only 1 for now."""
+    """Processes that split each matrix by heads or features (tensor parallelism). -1: all that are left."""
+    sequence_parallel: bool = True
+    """Between matrices, tensor-parallel processes hold a part of each row instead of the same whole row. False: the
+    whole row on each of them, which costs activation memory. Without effect where tp is 1."""
+    async_tp: bool = False
+    """Overlap tensor-parallel transfers with the matrix products through symmetric memory; CUDA only."""
     cp: int = 1
-    """Processes that split each row of tokens (context parallelism). Only 1 for now."""
+    """Processes that split each row of tokens (context parallelism). -1: all that are left."""
     pp: int = 1
-    """Processes that split the blocks (pipeline parallelism). Only 1 for now."""
+    """Processes that split the blocks (pipeline parallelism). -1: all that are left."""
     ep: int = 1
-    """Processes that split the experts (expert parallelism). Only 1 for now."""
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Compute dtype. bf16: fp32 weights, bf16 made at the all-gather, gradients reduced in fp32. fp64 also stores
-    the weights in float64: for proofs, not for training."""
+    """Processes that split the experts (expert parallelism): laid over tp, then cp, then dp_shard, not beside them."""
+    precision: Literal["bf16", "fp16", "tf32", "fp32", "fp64"] = "bf16"
+    """Compute dtype; gradients are reduced in fp32. fp16 needs the loss scaled, which kforge-train does. tf32: fp32
+    tensors, matrix products in TF32 where the device has it. fp64 also stores the weights in float64: for proofs, not
+    for training."""
+    storage: Literal["fp32", "split"] = "fp32"
+    """How bf16 training keeps its fp32 weights. split: the parameter is the bf16 half and the optimizer holds the 16
+    bits that are missing, together the same fp32 weight; no fp32 copy and no cast before the all-gather. Without
+    effect in other precisions than bf16, where it is refused."""
     recompute: Literal["none", "full"] = "none"
     """Activations kept for backward: all of them, or only each block's input (the block runs again in backward)."""
     compile: bool = False
@@ -34,6 +44,12 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward and gather them again in backward. False: faster, and one
     full copy of the weights stays in memory through backward."""
+    prefetch: int = 0
+    """How many blocks ahead weights are gathered, in forward and in backward. 0: torch's own order (the next block in
+    backward, none ahead in forward)."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory and compute on the device: slow, and the last resort
+    where they do not fit. CUDA only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. auto: CUDA where a device is visible, else CPU."""
     init_timeout_s: float = 300.0
@@ -42,14 +58,19 @@ class ParallelConfig:
     """How long a collective may take once training runs, in seconds."""
 
     def __post_init__(self) -> None:
-        if self.dp_shard != -1 and self.dp_shard < 1:
-            raise ValueError(f"parallel.dp_shard = {self.dp_shard} must be -1 (all that are left) or at least 1")
-        for name in ("dp_replicate", "tp", "cp", "pp", "ep"):
+        for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
             value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"parallel.{name} = {value} must be at least 1")
-            if value > 1:
-                raise ValueError(f"parallel.{name} = {value} is not available in this version; set it to 1")
+            if value != -1 and value < 1:
+                raise ValueError(f"parallel.{name} = {value} must be at least 1, or -1 for all that are left")
+        if self.ep < 1:
+            raise ValueError(f"parallel.ep = {self.ep} must be at least 1")
+        if self.prefetch < 0:
+            raise ValueError(f"parallel.prefetch = {self.prefetch} must be 0 (torch's order) or more blocks")
+        if self.storage == "split" and self.precision != "bf16":
+            raise ValueError(
+                f"parallel.storage = split keeps weights as bf16 and a remainder, but parallel.precision = "
+                f"{self.precision}; use precision bf16, or storage fp32"
+            )
         for name in ("init_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, name) <= 1e8:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)} must be above 0 and at most 1e8 seconds")
