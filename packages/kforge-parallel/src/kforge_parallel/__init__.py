@@ -12,13 +12,15 @@ from kforge_parallel._version import __version__
 
 if TYPE_CHECKING:
     from kforge_parallel.activation import recompute_blocks as recompute_blocks
+    from kforge_parallel.axes import resolve_axes as resolve_axes
     from kforge_parallel.build import parallelize as parallelize
     from kforge_parallel.compile import compile_blocks as compile_blocks
     from kforge_parallel.config import ParallelConfig as ParallelConfig
     from kforge_parallel.fsdp import full_parameters as full_parameters
     from kforge_parallel.fsdp import set_last_microbatch as set_last_microbatch
+    from kforge_parallel.layout import LAYOUT_CLASSES as LAYOUT_CLASSES
+    from kforge_parallel.layout import check_layout as check_layout
     from kforge_parallel.mesh import Mesh as Mesh
-    from kforge_parallel.mesh import resolve_axes as resolve_axes
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
     from kforge_parallel.world import World as World
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
 # Public name -> the module it lives in. Nothing is imported until it is asked for. A module must not have the name
 # of something public in it: importing the module would put it in that thing's place.
 _HOME = {
+    "LAYOUT_CLASSES": "layout",
     "Mesh": "mesh",
     "ParallelConfig": "config",
     "Precision": "precision",
     "World": "world",
+    "check_layout": "layout",
     "choose_device": "world",
     "compile_blocks": "compile",
     "expand_hosts": "world",
@@ -44,7 +48,7 @@ _HOME = {
     "parallelize": "build",
     "precision_of": "precision",
     "recompute_blocks": "activation",
-    "resolve_axes": "mesh",
+    "resolve_axes": "axes",
     "set_last_microbatch": "fsdp",
     "shutdown": "world",
 }

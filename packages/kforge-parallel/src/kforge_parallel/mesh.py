@@ -1,17 +1,18 @@
-"""The axes over which a job is spread, checked before a process group exists."""
+"""One process's place on the axes of a layout, and torch's meshes for its groups."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from kforge_parallel.axes import AXES as AXES
+from kforge_parallel.axes import EXPERT_AXES as EXPERT_AXES
+from kforge_parallel.axes import expert_shard, product_text
+from kforge_parallel.axes import resolve_axes as resolve_axes
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.world import World
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class Mesh:
     device: torch.device
     """Where its part of the model lives."""
     axes: dict[str, int]
-    """Size of every axis, in order from the slowest to the fastest."""
+    """Size of every axis, in order from the slowest to the fastest; ``ep``, which lies over others, last."""
     device_mesh: DeviceMesh
-    """The torch mesh, with the one dimension ``dp_shard``."""
+    """The dense root: dimensions pp, dp_replicate, dp_shard (of size dp_shard · cp, as FSDP2 shards over both), tp."""
+    expert_mesh: DeviceMesh | None = None
+    """The expert root: dimensions pp, dp_replicate, expert_shard, ep. None where ep is 1."""
 
     @property
     def rank(self) -> int:
@@ -39,8 +42,9 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this process reads."""
-        return self.device_mesh.get_local_rank("dp_shard")
+        """Which part of the global batch this process reads; equal on ranks that differ in pp, cp or tp only."""
+        shard = self.device_mesh.get_local_rank("dp_shard") // self.axes["cp"]
+        return self.device_mesh.get_local_rank("dp_replicate") * self.axes["dp_shard"] + shard
 
     @property
     def data_size(self) -> int:
@@ -48,37 +52,46 @@ class Mesh:
         return self.axes["dp_replicate"] * self.axes["dp_shard"]
 
     @property
+    def copies(self) -> int:
+        """How many ranks read the same rows: a sum over all ranks counts everything this many times."""
+        return self.size // self.data_size
+
+    @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over."""
+        """The mesh for FSDP2: 1-D to shard over, 2-D (dp_replicate, dp_shard) where there are replicas (HSDP)."""
+        if self.axes["dp_replicate"] > 1:
+            return self.device_mesh["dp_replicate", "dp_shard"]
         return self.device_mesh["dp_shard"]
 
+    @property
+    def tp(self) -> DeviceMesh:
+        """The 1-D mesh of the ranks that split each matrix with this one; of size 1 where tp is 1."""
+        return self.device_mesh["tp"]
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that split each matrix."""
+        return self.axes["tp"]
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of each matrix this process holds."""
+        return self.device_mesh.get_local_rank("tp")
+
     def __str__(self) -> str:
-        shape = " × ".join(f"{name} {size}" for name, size in self.axes.items() if size > 1) or "one process"
-        return f"{shape} on {self.device.type} ({self.world.source})"
-
-
-def resolve_axes(config: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Sizes of all axes for ``world_size`` processes, -1 filled in. Raises ValueError when they do not fit."""
-    sizes = {name: getattr(config, name) for name in AXES}
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if -1 in sizes.values():
-        if world_size % fixed:
-            raise ValueError(
-                f"{world_size} processes cannot be divided by the other axes, whose product is {fixed}; "
-                "start a multiple of that, or make an axis smaller"
-            )
-        return {name: world_size // fixed if size == -1 else size for name, size in sizes.items()}
-    if fixed != world_size:
-        product = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
-        raise ValueError(
-            f"the mesh ({product}) wants {fixed} processes, but {world_size} are running; "
-            f"start {fixed}, or set parallel.dp_shard = -1 to take all that are left"
-        )
-    return sizes
+        return f"{product_text(self.axes)} on {self.device.type} ({self.world.source})"
 
 
 def build_mesh(config: ParallelConfig, world: World, device: torch.device) -> Mesh:
-    """Lay the axes over the process group that exists."""
+    """Lay the axes over the process group that exists. Collective: every rank makes the same groups in one order."""
     axes = resolve_axes(config, world.size)
-    device_mesh = init_device_mesh(device.type, (axes["dp_shard"],), mesh_dim_names=("dp_shard",))
-    return Mesh(world, device, axes, device_mesh)
+    outer = (axes["pp"], axes["dp_replicate"])
+    dense = init_device_mesh(
+        device.type,
+        (*outer, axes["dp_shard"] * axes["cp"], axes["tp"]),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
+    )
+    expert = None
+    if axes["ep"] > 1:
+        expert = init_device_mesh(device.type, (*outer, expert_shard(axes), axes["ep"]), mesh_dim_names=EXPERT_AXES)
+    return Mesh(world, device, axes, dense, expert)

@@ -167,11 +167,12 @@ def launch(config: ParallelConfig | None = None, env: Mapping[str, str] | None =
     import torch
     import torch.distributed as dist
 
-    from kforge_parallel.mesh import build_mesh, resolve_axes
+    from kforge_parallel.layout import check_layout
+    from kforge_parallel.mesh import build_mesh
 
     config = ParallelConfig() if config is None else config
     world = find_world(env)
-    resolve_axes(config, world.size)
+    check_layout(config, world.size)
     device = choose_device(config, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,0 +1,56 @@
+"""The axes of a layout as numbers: their sizes, and which rank stands where. Standard library only.
+
+Ranks are laid out row by row over two arrangements of the same processes, each with its last axis fastest:
+
+- the dense root (pp, dp_replicate, dp_shard, cp, tp), where everything but experts lives;
+- the expert root (pp, dp_replicate, expert_shard, ep), where experts live. ``ep`` takes the ranks that differ in tp
+  first, then cp, then dp_shard; what it leaves, expert_shard = dp_shard · cp · tp / ep, shards each expert.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kforge_parallel.config import ParallelConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The dense root, from the slowest to the fastest axis."""
+EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")
+"""The expert root, from the slowest to the fastest axis."""
+
+
+def resolve_axes(config: ParallelConfig, world_size: int) -> dict[str, int]:
+    """Sizes of all six axes for ``world_size`` processes, -1 filled in. Raises ValueError when they do not fit."""
+    if world_size < 1:
+        raise ValueError(f"a layout wants at least one process, not {world_size}")
+    sizes = {name: getattr(config, name) for name in AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        if world_size % fixed:
+            raise ValueError(
+                f"{world_size} processes cannot be divided by the other axes, whose product is {fixed} "
+                f"({product_text(sizes)}); start a multiple of {fixed}, or make an axis smaller"
+            )
+        sizes = {name: world_size // fixed if size == -1 else size for name, size in sizes.items()}
+    elif fixed != world_size:
+        raise ValueError(
+            f"the mesh ({product_text(sizes)}) wants {fixed} processes, but {world_size} are running; "
+            f"start {fixed}, or set parallel.dp_shard = -1 to take all that are left"
+        )
+    inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    if inner % config.ep:
+        raise ValueError(
+            f"parallel.ep = {config.ep} does not divide the {inner} processes of dp_shard {sizes['dp_shard']} × "
+            f"cp {sizes['cp']} × tp {sizes['tp']} that it is laid over; set parallel.ep to a divisor of {inner}"
+        )
+    return {**sizes, "ep": config.ep}
+
+
+def expert_shard(axes: dict[str, int]) -> int:
+    """Ranks that share the parameters of one expert inside a replica: what ``ep`` leaves of the inner axes."""
+    return axes["dp_shard"] * axes["cp"] * axes["tp"] // axes["ep"]
+
+
+def product_text(sizes: dict[str, int]) -> str:
+    """``dp_shard 4 × tp 2``: the axes that are not 1."""
+    return " × ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, -1)) or "one process"
