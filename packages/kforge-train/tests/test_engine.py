@@ -34,7 +34,7 @@ def loss_and_gradients(rank, world, rows, labels):
     model = parallelize(
         lambda: Transformer(config), mesh, init=lambda m: m.init_weights(3), precision="fp64", gradients="sum"
     )
-    engine = PlainEngine(model, world)
+    engine = PlainEngine(model, mesh)
     window = microbatches(rows, labels)
     count = engine.scored_tokens(window)
     loss = engine.forward_backward(window, 1.0 / count.clamp(min=1))

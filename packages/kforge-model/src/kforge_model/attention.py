@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kforge_model._torch import varlen_causal
 from kforge_model.cache import LayerCache
 from kforge_model.config import ModelConfig
+from kforge_model.norm import RMSNorm
 from kforge_model.rope import Rotary
 from kforge_model.rows import MaskedRows, Rows
 
@@ -112,7 +113,8 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with RoPE, without biases.
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with RoPE, without biases; with ``qk_norm`` each
+    head of queries and keys is normalised first, by one weight for all heads (Henry et al. 2020, arXiv:2010.04245).
 
     ``wq``, ``wk``, ``wv``, ``wo`` are separate plain linears; ``core`` is a submodule without parameters that may be
     exchanged. The number of heads is read off the projections' outputs, so under tensor parallelism the core sees
@@ -126,11 +128,15 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.core = SdpaCore(self.head_dim)
 
     def forward(self, x: Tensor, rotary: Rotary, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """x [B,S,D] -> [B,S,D]. With a cache, x follows the tokens in it."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         # Rotated as [B,S,H,Dh], then seen as [B,H,S,Dh]: the layout that every kernel reads without a copy.
         q, k, v = rotary.rotate(q).transpose(1, 2), rotary.rotate(k).transpose(1, 2), v.transpose(1, 2)
         before = 0 if cache is None else cache.length

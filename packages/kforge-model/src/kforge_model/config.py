@@ -26,6 +26,8 @@ class ModelConfig:
     """Width of one head, in features; even, as RoPE rotates pairs. None: dim / n_heads."""
     ffn_dim: int | None = None
     """Hidden width of the SwiGLU MLP, in features. None: 8/3 of dim, rounded up to a multiple of 64."""
+    qk_norm: bool = False
+    """Normalise each query and key head (RMSNorm over head_dim, before RoPE), as Qwen3 does: keeps logits bounded."""
     max_seq_len: int = 4096
     """Longest row and longest generated text, in tokens. RoPE is computed where needed, so this costs nothing."""
     rope_theta: float = 10_000.0

@@ -11,10 +11,15 @@ def _block_matrices(config: ModelConfig) -> int:
     return config.dim * (heads * config.head_size + 3 * config.ffn_size)
 
 
+def _block_norms(config: ModelConfig) -> int:
+    """Elements of the norms of one block."""
+    return 2 * config.dim + (2 * config.head_size if config.qk_norm else 0)
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of the model; a tied weight counts once."""
     tables = 1 if config.tie_embeddings else 2
-    blocks = config.n_layers * (_block_matrices(config) + 2 * config.dim)
+    blocks = config.n_layers * (_block_matrices(config) + _block_norms(config))
     return tables * config.vocab_size * config.dim + blocks + config.dim
 
 
@@ -47,5 +52,5 @@ def model_shape(config: ModelConfig) -> dict[str, int | bool]:
         "max_seq_len": config.max_seq_len,
         "tie_embeddings": config.tie_embeddings,
         "parameters": num_parameters(config),
-        "block_parameters": _block_matrices(config) + 2 * config.dim,
+        "block_parameters": _block_matrices(config) + _block_norms(config),
     }

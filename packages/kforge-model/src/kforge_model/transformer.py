@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kforge_model.block import Block
 from kforge_model.cache import KVCache
 from kforge_model.config import ModelConfig
+from kforge_model.flops import model_shape
 from kforge_model.head_loss import HeadLoss
 from kforge_model.init import fill_, init_normal_
 from kforge_model.norm import RMSNorm
@@ -33,18 +34,21 @@ class Transformer(nn.Module):
     plan: ClassVar[dict[str, str]] = {
         "embed": "vocab_embedding",
         "layers.*.attn_norm": "sequence",
+        "layers.*.attn": "gather",
         "layers.*.attn.wq": "colwise",
-        "layers.*.attn.wk": "colwise",
-        "layers.*.attn.wv": "colwise",
+        "layers.*.attn.wk": "colwise_kv",
+        "layers.*.attn.wv": "colwise_kv",
         "layers.*.attn.wo": "rowwise",
         "layers.*.mlp_norm": "sequence",
+        "layers.*.mlp": "gather",
         "layers.*.mlp.w_gate": "colwise",
         "layers.*.mlp.w_up": "colwise",
         "layers.*.mlp.w_down": "rowwise",
         "norm": "sequence",
         "head": "vocab_loss",
     }
-    """How tensor parallelism may split it: module name, ``*`` for a block's index, -> word."""
+    """How tensor parallelism may split it: module name, ``*`` for a block's index, -> word. What an option adds is in
+    the plan of the object."""
 
     block_list: ClassVar[str] = "layers"
     """Name of the container of the blocks."""
@@ -59,6 +63,9 @@ class Transformer(nn.Module):
         if sorted(set(indices)) != indices or not set(indices) <= set(range(config.n_layers)):
             raise ValueError(f"layers = {indices} must rise within 0 .. {config.n_layers - 1}")
         self.config = config
+        if config.qk_norm:
+            heads = {"layers.*.attn.q_norm": "replicate", "layers.*.attn.k_norm": "replicate"}
+            vars(self)["plan"] = {**type(self).plan, **heads}
         device = torch.get_default_device()
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.dim) if first else None
@@ -76,6 +83,11 @@ class Transformer(nn.Module):
     def tied(self) -> bool:
         """Whether this object holds both an embedding and a head, and they are to share one weight."""
         return self.config.tie_embeddings and self.embed is not None and self.head is not None
+
+    @property
+    def shape(self) -> dict[str, int | bool]:
+        """Its sizes, as plain data (`model_shape`)."""
+        return model_shape(self.config)
 
     def tie(self) -> None:
         """Make the head's weight the embedding's, where they are to be one. Changes nothing when they are."""
@@ -133,7 +145,7 @@ class Transformer(nn.Module):
         unknown = [name for name, _ in self.named_buffers()]
         for name, parameter in self.named_parameters():
             owner = name.split(".")[-2]
-            if owner in ("attn_norm", "mlp_norm", "norm"):
+            if owner in ("attn_norm", "q_norm", "k_norm", "mlp_norm", "norm"):
                 if parameter.is_meta:
                     raise ValueError(f"{name} is on the meta device; call to_empty(device=...) first")
                 fill_(parameter, 1.0)

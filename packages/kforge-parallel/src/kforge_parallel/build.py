@@ -1,13 +1,13 @@
 """`parallelize`: from a function that builds a model to that model, spread over the mesh and filled.
 
-The order is fixed, as each step needs what the one before left: build on meta, recompute, compile, shard, allocate,
-fill. A model that can say how each of its values starts (``init_weights``, or the ``init`` argument) is never whole
-on one device. Any other is built on the CPU, and rank 0's values are given to all.
+The order is fixed, as each step needs what the one before left: build on meta, tensor parallelism, recompute,
+compile, shard, allocate, fill. A model that can say how each of its values starts (``init_weights``, or the ``init``
+argument) is never whole on one device. Any other is built on the CPU, and rank 0's values are given to all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from kforge_parallel.config import ParallelConfig
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.precision import precision_of
+from kforge_parallel.tensor import apply_plan
 
 
 def parallelize(
@@ -31,6 +32,7 @@ def parallelize(
     gradients: str = "mean",
     blocks: str | None = None,
     cast_inputs: bool = True,
+    plan: Mapping[str, str] | None = None,
     **options: object,
 ) -> nn.Module:
     """Build a model and spread it over the mesh.
@@ -43,9 +45,10 @@ def parallelize(
     blocks: name of the list of blocks; None: the model's ``block_list``, or its longest module list.
     cast_inputs: cast floating-point inputs of every unit to the compute dtype. A model that takes care of its own
         dtypes (rotary angles in fp32, say) wants False.
+    plan: how tensor parallelism cuts the model (see the README); None: the model's ``plan``. Read where tp > 1.
 
     Returns the model, with DTensor parameters in the storage dtype and the names it was built with.
-    Raises ValueError when ``init`` leaves a value unset, naming it.
+    Raises ValueError when ``init`` leaves a value unset, naming it, and for a plan that does not fit the model.
     """
     from dataclasses import replace
 
@@ -63,6 +66,8 @@ def parallelize(
         _share_values(model, mesh)
         model.to(device=mesh.device)
         _tie(model, tied)
+    if mesh.tp_size > 1:
+        _split_tensors(model, mesh, plan, config.sequence_parallel)
     recompute_blocks(block_list, config.recompute)
     if config.compile:
         compile_blocks(block_list)
@@ -74,14 +79,28 @@ def parallelize(
         gradients=gradients,
         reshard_after_forward=config.reshard_after_forward,
         cast_inputs=cast_inputs,
+        prefetch=config.prefetch,
+        cpu_offload=config.cpu_offload,
     )
     if init is not None:
-        _allocate(model, mesh.device)
+        _allocate(model, torch.device("cpu") if config.cpu_offload else mesh.device)
         init(model)
         _check_filled(model)
     if [name for name, _ in model.named_parameters(remove_duplicate=False)] != names or _tied(model) != tied:
         raise RuntimeError("parallelize changed the names or the ties of the parameters; this is a fault of kforge")
     return model
+
+
+def _split_tensors(model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None, sequence_parallel: bool) -> None:
+    if plan is None:
+        plan = getattr(model, "plan", None)
+    if plan is None:
+        raise ValueError(
+            f"tp = {mesh.tp_size} needs to know how to cut {type(model).__name__}: give the class an attribute `plan`, "
+            "or pass plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …}"
+        )
+    kv_heads = getattr(model, "shape", {}).get("n_kv_heads")
+    apply_plan(model, mesh.tp, plan, sequence_parallel=sequence_parallel, kv_heads=kv_heads)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

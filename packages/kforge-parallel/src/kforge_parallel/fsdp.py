@@ -1,10 +1,12 @@
-"""FSDP2 over the data axis: which modules form a unit, and how their gradients are reduced."""
+"""FSDP2 over the data axes: which modules form a unit, along which dimension a parameter is sharded, and how
+gradients are reduced. With ``dp_replicate`` above 1 (HSDP) shards are reduced over a group and then over its copies."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.precision import Precision
@@ -46,6 +48,8 @@ def shard(
     gradients: str,
     reshard_after_forward: bool = True,
     cast_inputs: bool = True,
+    prefetch: int = 0,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard ``model`` in place: one unit a block, one a group of `find_units`, and the root for the rest.
 
@@ -54,20 +58,49 @@ def shard(
     """
     if gradients not in ("sum", "mean"):
         raise ValueError(f"gradients = {gradients!r} must be 'sum' or 'mean'")
-    policy = precision.policy(cast_inputs)
+    data = mesh.fsdp
+    shards = data.size(data.ndim - 1)
+
+    def unit(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+        fully_shard(  # type: ignore[call-overload]
+            modules,
+            mesh=data,
+            mp_policy=precision.policy(cast_inputs),
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda parameter: Shard(shard_dim(_local_shape(parameter), shards)),
+            offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        )
+
     for block in blocks:
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    units = find_units(model)
-    for i, unit in enumerate(units):
+        unit(block, reshard_after_forward)
+    groups = find_units(model)
+    for i, group in enumerate(groups):
         # The last unit is the first that backward needs: to free it in between would be to gather it twice.
-        keep = i == len(units) - 1
-        fully_shard(unit, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward and not keep)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+        unit(group, reshard_after_forward and i < len(groups) - 1)
+    unit(model, False)
+    if prefetch:
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])  # type: ignore[operator]
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])  # type: ignore[operator]
     if gradients == "sum":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
                 module.set_gradient_divide_factor(1.0)
+
+
+def shard_dim(shape: torch.Size, shards: int) -> int:
+    """Along which dimension a parameter is sharded: the first; of a stack of matrices [parts, …] whose parts cannot be
+    dealt out evenly, the first other one that can."""
+    if len(shape) > 2 and shape[0] % shards:
+        for dim in range(1, len(shape)):
+            if shape[dim] % shards == 0:
+                return dim
+    return 0
+
+
+def _local_shape(parameter: nn.Parameter) -> torch.Size:
+    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
 
 
 def set_last_microbatch(model: nn.Module, last: bool) -> None:
@@ -85,6 +118,4 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()

@@ -18,9 +18,9 @@ from torch import nn
 from kforge_ckpt import Checkpointer, RngState
 from kforge_data import Loader, Tokenizer, TokenShards
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
-from kforge_model import Transformer, flops_per_token
+from kforge_model import Transformer, flops_per_token, model_shape
 from kforge_optim import Optimizer, build_optimizer
-from kforge_parallel import Mesh, find_world, launch, parallelize, precision_of, resolve_axes, shutdown
+from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, precision_of, shutdown
 from kforge_resilience import Guard, StopRequest
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig
@@ -55,7 +55,7 @@ def checkpoint_dir(config: JobConfig) -> Path:
 
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
-    axes = resolve_axes(config.parallel, world_size)
+    axes = check_layout(config.parallel, world_size, model_shape(config.model), config.data.row_tokens)
     build_optimizer(nn.Linear(1, 1), config.optim, config.train.steps)  # knows the names, and whether lengths fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
@@ -191,7 +191,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             optimizer=build_optimizer(model, config.optim, config.train.steps),
             loader=loader,
             heldout=TokenShards(data.heldout) if data.heldout else None,
-            engine=PlainEngine(model, mesh.size),
+            engine=PlainEngine(model, mesh),
             guard=Guard(config.resilience, mesh.device, on_event=tracker.on_event),
             stop=stop,
             checkpointer=Checkpointer(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kforge_model import Rows
-from kforge_parallel import set_last_microbatch
+from kforge_parallel import Mesh, set_last_microbatch
 
 Batch = dict[str, Any]
 
@@ -27,21 +27,22 @@ def rows_of(batch: Batch) -> Rows:
 class PlainEngine:
     """Runs the microbatches of a window one after the other; gradients are reduced in the last backward."""
 
-    def __init__(self, model: nn.Module, group_size: int) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model = model
-        self.group_size = group_size
+        self.mesh = mesh
 
     def scored_tokens(self, window: list[Batch]) -> torch.Tensor:
         """Labels that count, summed over the window and over every data rank: float64 device scalar."""
         count = torch.stack([(batch["labels"] != -100).sum() for batch in window]).sum()
-        if self.group_size > 1:
+        if self.mesh.size > 1:
             dist.all_reduce(count)
-        return count.to(torch.float64)
+        return count.to(torch.float64) / self.mesh.copies
 
     def forward_backward(self, window: list[Batch], scale: torch.Tensor) -> torch.Tensor:
         """Add the gradients of the window to ``.grad``; return this rank's part of the loss, a device scalar.
 
-        ``scale`` is 1 / scored tokens of the global window, so that the parts of all ranks add up to the mean.
+        ``scale`` is 1 / scored tokens of the global window, so that the parts of all ranks add up to the mean; ranks
+        that read the same rows share their part evenly.
         """
         parts = []
         for i, batch in enumerate(window):
@@ -49,4 +50,4 @@ class PlainEngine:
             loss, _ = self.model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=scale)
             loss.backward()
             parts.append(loss.detach())
-        return torch.stack(parts).sum()
+        return torch.stack(parts).sum() / self.mesh.copies

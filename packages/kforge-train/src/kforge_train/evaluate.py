@@ -57,7 +57,7 @@ def evaluate(
         model.train(training)
     if mesh.size > 1:
         dist.all_reduce(total)
-    nats, tokens = total.tolist()
+    nats, tokens = (total / mesh.copies).tolist()
     if not tokens:
         raise ValueError("the held-out text has no token to score: every document is shorter than two tokens")
     loss = nats / tokens

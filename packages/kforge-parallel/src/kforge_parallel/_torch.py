@@ -1,0 +1,9 @@
+"""What differs between torch versions or has no public name, each with the public thing it stands in for."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+# torch 2.13 renames these two and warns of the old names, which are the only ones that 2.11 has.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

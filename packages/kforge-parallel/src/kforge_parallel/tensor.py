@@ -1,0 +1,247 @@
+"""Tensor parallelism by a plan: weights become DTensors, modules compute on their local parts.
+
+n ranks share a row; the plan's words (`plan`) say how each weight is cut. A module keeps its code: for the length of
+its ``forward`` its parameters are this rank's plain local tensors, and what must travel does so before and after. With
+x [B,S,D] on the residual stream, Wc [F,D] cut by rows (colwise), Wr [D,F] cut by columns (rowwise), F' = F/n:
+
+    sequence_parallel      x is [B,S/n,D] on each rank:  gather -> x Wcᵀ [B,S,F'] -> h Wrᵀ -> scatter [B,S/n,D]
+    without                x is [B,S,D] on every rank:   copy   -> x Wcᵀ [B,S,F'] -> h Wrᵀ -> reduce  [B,S,D]
+
+Both send the same number of bytes; the first holds 1/n of the activations between the products. A weight that every
+rank holds whole but uses on its own part of the data (a norm under sequence_parallel, a norm of heads) has a gradient
+that is a sum over ranks; it is summed in backward, so that no gradient is ever partial.
+
+The sequence is the last dimension but one of the first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from kforge_parallel.collectives import copy, gather, reduce, scatter, summed
+from kforge_parallel.plan import resolve_plan
+
+SEQUENCE = -2
+COLWISE = ("colwise", "colwise_kv", "packed_colwise")
+
+Local = Callable[[Tensor], Tensor]
+
+
+def apply_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+    *,
+    sequence_parallel: bool = True,
+    kv_heads: int | None = None,
+) -> None:
+    """Cut the parameters of ``model`` over the 1-D ``mesh`` as ``plan`` says, and make its modules compute so.
+
+    In place; names do not change and tied parameters stay tied. Parameters may be on meta, or hold the same values on
+    every rank. ``kv_heads``: key/value heads of each attention, for ``colwise_kv``.
+
+    Raises ValueError for a plan that does not fit the model, and for sizes that do not divide, with both numbers.
+    """
+    resolved = resolve_plan(model, plan)
+    split = _Split(mesh, sequence_parallel, kv_heads)
+    placed: dict[int, tuple[str, nn.Parameter, str]] = {}
+    owners: dict[str, dict[str, str]] = {}
+    for name, word in resolved.parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        owners.setdefault(owner, {})[leaf] = word
+        parameter = model.get_parameter(name)
+        placement = split.placement(name, parameter, word)
+        if id(parameter) in placed:
+            first, _, where = placed[id(parameter)]
+            if where != str(placement):
+                raise ValueError(
+                    f"{first} and {name} are one parameter, but the plan cuts them as {where} and {placement}"
+                )
+        placed[id(parameter)] = (name, parameter, str(placement))
+    cut = {key: split.cut(name, parameter, resolved.parameters[name]) for key, (name, parameter, _) in placed.items()}
+    for name in resolved.parameters:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        whole = model.get_parameter(name)
+        if not isinstance(whole, DTensor):
+            module.register_parameter(leaf, cut[id(whole)])
+    gathered = {name for name, word in resolved.modules.items() if word == "gather"}
+    for name in gathered:
+        _replace_forward(model.get_submodule(name), before=split.enter)
+    for name, words in owners.items():
+        inside = any(name == whole or name.startswith(whole + ".") for whole in gathered)
+        split.localise(model.get_submodule(name), words, gathered=inside)
+
+
+class _Split:
+    """How one group of ranks cuts weights and activations."""
+
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool, kv_heads: int | None) -> None:
+        self.mesh = mesh
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.sequence_parallel = sequence_parallel
+        self.kv_heads = kv_heads
+
+    # ------------------------------------------------------------------------------------------ weights
+
+    def placement(self, name: str, parameter: Tensor, word: str) -> Shard | Replicate:
+        """How a parameter lies on the ranks. Raises ValueError where its size does not divide."""
+        dim: int | None = None
+        if word in ("colwise", "vocab_embedding", "vocab_loss") or (word == "colwise_kv" and self.has_own_head(name)):
+            dim = 0
+        elif word == "packed_colwise" or (word == "rowwise" and parameter.ndim > 1):
+            dim = 1
+        if dim is None:
+            return Replicate()
+        if parameter.shape[dim] % self.size:
+            raise ValueError(
+                f"{name} has {parameter.shape[dim]} entries along dimension {dim}, which tp = {self.size} does not "
+                f"divide ({word}); choose a size that is a multiple, or a smaller tp"
+            )
+        return Shard(dim)
+
+    def has_own_head(self, name: str) -> bool:
+        """Whether each rank has key/value heads of its own; else several share one."""
+        if self.kv_heads is None:
+            raise ValueError(
+                f"the plan says colwise_kv for {name}, but the model does not say how many key/value heads it has; "
+                "give it an attribute `shape`, a dict with 'n_kv_heads'"
+            )
+        if self.kv_heads % self.size and self.size % self.kv_heads:
+            raise ValueError(
+                f"n_kv_heads = {self.kv_heads} can neither be split over tp = {self.size} nor be shared by its ranks "
+                "evenly; use a tp that divides n_kv_heads or is a multiple of it"
+            )
+        return self.kv_heads % self.size == 0
+
+    def cut(self, name: str, parameter: nn.Parameter, word: str) -> nn.Parameter:
+        """The parameter as a DTensor that holds this rank's part; nothing is sent."""
+        placement = self.placement(name, parameter, word)
+        local = parameter.detach()
+        if isinstance(placement, Shard):
+            local = local.chunk(self.size, placement.dim)[self.rank].clone(memory_format=torch.contiguous_format)
+        whole = DTensor.from_local(
+            local, self.mesh, (placement,), run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+    def own_head_rows(self, weight: Tensor) -> Tensor:
+        """Of a whole [KV * Dh, …] weight, the rows of the head that this rank's queries need."""
+        assert self.kv_heads is not None
+        rows = weight.shape[0] // self.kv_heads
+        return weight.narrow(0, self.rank * self.kv_heads // self.size * rows, rows)
+
+    # ------------------------------------------------------------------------------------------ activations
+
+    def enter(self, x: Tensor) -> Tensor:
+        """From the residual stream to an input that is whole on every rank."""
+        if not self.sequence_parallel:
+            return copy(x, self.group)
+        return gather(x, self.group, SEQUENCE)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From this rank's addend to the residual stream."""
+        if not self.sequence_parallel:
+            return reduce(x, self.group)
+        if x.shape[SEQUENCE] % self.size:
+            raise ValueError(
+                f"rows of {x.shape[SEQUENCE]} tokens cannot be split over tp = {self.size}; use a multiple of it, or "
+                "parallel.sequence_parallel = false"
+            )
+        return scatter(x, self.group, SEQUENCE)
+
+    # ------------------------------------------------------------------------------------------ modules
+
+    def localise(self, module: nn.Module, words: Mapping[str, str], *, gathered: bool) -> None:
+        """Make ``module`` compute on local parts of its own parameters, named in ``words``."""
+        local = {leaf: self.local_part(word) for leaf, word in words.items()}
+        bias = [leaf for leaf, word in words.items() if word == "rowwise" and module._parameters[leaf].ndim == 1]  # type: ignore[union-attr]
+        enter = leave = None
+        if "vocab_loss" in words.values() or (not gathered and any(word in COLWISE for word in words.values())):
+            enter = self.enter
+        if "rowwise" in words.values():
+            leave = self.leave
+        for leaf, word in words.items():
+            rows = module.get_parameter(leaf).shape[0] // self.size
+            if word == "vocab_embedding":
+                self.look_up_own_rows(module, rows)
+            elif word == "vocab_loss":
+                if not hasattr(module, "vocab_start"):
+                    raise ValueError(
+                        f"{type(module).__name__} is to work on a part of the vocabulary (vocab_loss), but has no "
+                        "attributes `group` and `vocab_start` to be told which"
+                    )
+                vars(module).update(group=self.group, vocab_start=self.rank * rows)
+        _replace_forward(module, local=local, before=enter, after=leave, bias=bias)
+
+    def local_part(self, word: str) -> Local:
+        """From a DTensor parameter to the plain tensor that this rank computes with."""
+        alone = (
+            word == "replicate"
+            or (word in ("sequence", "rowwise") and self.sequence_parallel)
+            or (word == "colwise_kv" and not self.has_own_head(""))
+        )
+        group, head = self.group, word == "colwise_kv" and alone
+
+        def local(parameter: Tensor) -> Tensor:
+            assert isinstance(parameter, DTensor)
+            part = parameter.to_local()
+            if isinstance(parameter.placements[0], Shard):
+                return part
+            part = summed(part, group) if alone else part
+            return self.own_head_rows(part) if head else part
+
+        return local
+
+    def look_up_own_rows(self, module: nn.Module, rows: int) -> None:
+        """Make an embedding give zeros for ids of other ranks, and the sum over ranks to the residual stream."""
+        look_up, start = module.forward, self.rank * rows
+
+        def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            own = ids - start
+            elsewhere = (own < 0) | (own >= rows)
+            found = look_up(own.masked_fill(elsewhere, 0), *args, **kwargs)
+            return self.leave(found.masked_fill(elsewhere[..., None], 0))
+
+        module.forward = forward
+
+
+def _replace_forward(
+    module: nn.Module,
+    *,
+    local: Mapping[str, Local] | None = None,
+    before: Local | None = None,
+    after: Local | None = None,
+    bias: list[str] | None = None,
+) -> None:
+    """Wrap ``module.forward``: ``before`` on the first argument, ``after`` on the result, and in between the
+    parameters of ``local`` in their local form. Those of ``bias`` are left out, and added to the result at last."""
+    forward = module.forward
+    parameters: Mapping[str, Local] = local or {}
+    left_out = bias or []
+
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            x = before(x)
+        whole: dict[str, Any] = {name: module._parameters[name] for name in parameters}
+        parts: dict[str, Any] = {name: part(whole[name]) for name, part in parameters.items()}
+        module._parameters.update({name: None if name in left_out else part for name, part in parts.items()})
+        try:
+            y = forward(x, *args, **kwargs)
+        finally:
+            module._parameters.update(whole)
+        if after is not None:
+            y = after(y)
+        for name in left_out:
+            y = y + parts[name].to(y.dtype)
+        return y
+
+    module.forward = wrapped
