@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing as mp
 import os
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PRELOAD = [
@@ -44,8 +46,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, world, *args)`` in ``world`` fresh processes and return the results in order of rank.
 
-    ``fn`` is a module-level function; its file is loaded anew in each worker, so a test module need not be
-    importable by name. Arguments and results travel by pickle. With ``init`` the workers share a gloo process
+    ``fn`` is a module-level function. A module that cannot be imported by name, as pytest's test modules, is loaded
+    from its file in each worker. Arguments and results travel by pickle. With ``init`` the workers share a gloo process
     group; without it RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT are set as torchrun would,
     for code that makes its own group. ``threads`` is torch's intra-op thread count in each worker.
 
@@ -64,6 +66,7 @@ def run_ranks(
                 target=_work,
                 args=(
                     theirs,
+                    fn.__module__,
                     fn.__code__.co_filename,
                     fn.__qualname__,
                     rank,
@@ -124,6 +127,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list
 
 def _work(
     pipe: Connection,
+    module: str,
     filename: str,
     qualname: str,
     rank: int,
@@ -145,7 +149,7 @@ def _work(
         torch.set_num_threads(threads)
         if init:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        fn = _load(filename, qualname)
+        fn = _load(module, filename, qualname)
         answer = (True, fn(rank, world, *args))
         if init and dist.is_initialized():
             dist.barrier()
@@ -160,7 +164,25 @@ def _work(
     os._exit(0)  # gloo's threads abort now and then at a normal exit
 
 
-def _load(filename: str, qualname: str) -> Callable[..., Any]:
+def _load(module_name: str, filename: str, qualname: str) -> Callable[..., Any]:
+    value: Any = _named(module_name, filename) or _from_file(filename)
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
+
+
+def _named(name: str, filename: str) -> ModuleType | None:
+    """The module of that name where it is that file (an installed package): its classes are those of the caller."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # pytest's own names for test modules
+        return None
+    if spec is None or spec.origin is None or not os.path.samefile(spec.origin, filename):
+        return None
+    return importlib.import_module(name)
+
+
+def _from_file(filename: str) -> ModuleType:
     name = "kforge_ranks_" + Path(filename).stem
     spec = importlib.util.spec_from_file_location(name, filename)
     assert spec is not None and spec.loader is not None
@@ -168,7 +190,4 @@ def _load(filename: str, qualname: str) -> Callable[..., Any]:
     sys.modules[name] = module
     sys.path.insert(0, str(Path(filename).parent))  # helpers beside a test file
     spec.loader.exec_module(module)
-    value: Any = module
-    for part in qualname.split("."):
-        value = getattr(value, part)
-    return value
+    return module
