@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import kforge_optim
-from kforge_optim import OptimConfig, build_optimizer, clip
+from kforge_optim import LossScaler, OptimConfig, build_optimizer, clip
 
 
 def test_readme_program_learns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +61,8 @@ CHANGED = {
     "decay_steps": 3,
     "min_lr_ratio": 0.5,
     "clip_norm": 0.1,
+    "loss_scale_init": 2.0,
+    "loss_scale_growth_steps": 2,
 }
 
 
@@ -69,12 +71,15 @@ def _trained(**values: object) -> torch.Tensor:
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
     config = OptimConfig(**{**BASE, **values})  # type: ignore[arg-type]
     optimizer = build_optimizer(model, config, 8)
+    scaler = LossScaler(init_scale=config.loss_scale_init, growth_interval=config.loss_scale_growth_steps)
     for _ in range(7):
-        nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
-        norm = clip.total_norm(model)
-        optimizer.step(scale=clip.clip_factor(norm, config.clip_norm))
+        loss = nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8))
+        (loss * scaler.scale).backward()
+        norm = clip.total_norm(model) / scaler.scale
+        optimizer.step(scale=clip.clip_factor(norm, config.clip_norm) / scaler.scale)
         optimizer.zero_grad()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        scaler.update(torch.isfinite(norm))
+    return torch.cat([scaler.scale[None], *(parameter.detach().flatten() for parameter in model.parameters())])
 
 
 def test_law_8_each_field_changes_what_is_trained() -> None:
@@ -98,6 +103,8 @@ def test_law_8_each_field_changes_what_is_trained() -> None:
         ("muon_ns_steps", 0),
         ("decay_steps", -1),
         ("min_lr_ratio", 1.5),
+        ("loss_scale_init", 3.0),
+        ("loss_scale_growth_steps", 0),
     ],
 )
 def test_values_that_cannot_be_are_named(field: str, value: object) -> None:

@@ -25,18 +25,22 @@ if TYPE_CHECKING:
     from kforge_optim.muon import newton_schulz as newton_schulz
     from kforge_optim.optimizer import Optimizer as Optimizer
     from kforge_optim.optimizer import build_optimizer as build_optimizer
+    from kforge_optim.scaler import LossScaler as LossScaler
     from kforge_optim.schedules import build_schedule as build_schedule
     from kforge_optim.schedules import constant as constant
     from kforge_optim.schedules import cosine as cosine
     from kforge_optim.schedules import linear as linear
     from kforge_optim.schedules import register_schedule as register_schedule
     from kforge_optim.schedules import wsd as wsd
+    from kforge_optim.split import join_float32 as join_float32
+    from kforge_optim.split import split_float32 as split_float32
 
 # Public name -> the module it lives in; `clip` is a module itself. Nothing is imported until it is asked for.
 _HOME = {
     "AdamW": "adamw",
     "Algorithm": "algorithm",
     "Group": "groups",
+    "LossScaler": "scaler",
     "Muon": "muon",
     "OptimConfig": "config",
     "Optimizer": "optimizer",
@@ -48,10 +52,12 @@ _HOME = {
     "constant": "schedules",
     "cosine": "schedules",
     "groups_table": "groups",
+    "join_float32": "split",
     "linear": "schedules",
     "newton_schulz": "muon",
     "register_optimizer": "algorithm",
     "register_schedule": "schedules",
+    "split_float32": "split",
     "wsd": "schedules",
 }
 

@@ -14,6 +14,12 @@ def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(targets), factor)
 
 
+def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+    """The p-norm of each, accumulated in ``dtype``, in one launch. Stands in for a loop over
+    ``torch.linalg.vector_norm``; the public ``torch.nn.utils.get_total_norm`` accumulates bfloat16 in bfloat16."""
+    return list(torch._foreach_norm(list(tensors), p, dtype=dtype))
+
+
 def stacked(placement: Placement) -> Placement:
     """The placement of a stack of tensors (a new dimension 0) whose members each have ``placement``.
 

@@ -49,7 +49,8 @@ class AdamW:
         found_inf = None if gate is None else 1 - gate.to(torch.float32)
         for dtype, batch in by_dtype.items():
             weights = [local(slot.parameter) for slot in batch]
-            grads = [_laid_out_as(w, local_gradient(slot.parameter)) for w, slot in zip(weights, batch, strict=True)]
+            grads = [local_gradient(slot.parameter).to(dtype) for slot in batch]
+            grads = [_laid_out_as(weight, grad) for weight, grad in zip(weights, grads, strict=True)]
             exp_avgs = [local(slot.state["exp_avg"]) for slot in batch]
             for weight, moment, slot in zip(weights, exp_avgs, batch, strict=True):
                 if not same_strides(weight, moment):

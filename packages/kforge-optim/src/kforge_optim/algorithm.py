@@ -19,6 +19,8 @@ class Slot:
     name: str
     parameter: nn.Parameter
     state: dict[str, Tensor] = field(default_factory=dict)
+    remainder: Tensor | None = None
+    """The lower half of a weight in split storage, int16; algorithms never see it, they get the joined weight."""
 
 
 class Algorithm(Protocol):
@@ -31,7 +33,8 @@ class Algorithm(Protocol):
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Fresh state of one parameter. Tensors of the parameter's shape are made with ``zeros_like``, so that they
-        keep its placement; what is left is 0-dim and alike on all ranks."""
+        keep its placement; what is left is 0-dim and alike on all ranks. Under split storage the parameter given here
+        and to ``update`` is a float32 stand-in, which does not outlive the call: keep no reference to it."""
         ...
 
     def update(
@@ -40,7 +43,8 @@ class Algorithm(Protocol):
         """Update parameters and state in place; each slot has a gradient. Called without autograd.
 
         scale: 0-dim, multiplies the gradients. gate: 0-dim, 1 or 0; with 0 no bit of parameters and state changes,
-        whatever is in the gradients. Neither may be read on the host. ``.grad`` may be changed.
+        whatever is in the gradients. Neither may be read on the host. ``.grad`` may be changed. Tensors of the state
+        are changed in place, not replaced.
         """
         ...
 

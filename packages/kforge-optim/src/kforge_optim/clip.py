@@ -8,7 +8,7 @@ ranks that hold the same piece, and a single all-reduce over all ranks makes the
 
 ``world / stages`` ranks hold a tensor when each of the ``stages`` equal groups of ranks (pipeline stages) owns other
 parameters; cut into ``distinct shards`` pieces, each piece lies on world / stages / shards of them. A plain tensor is
-one piece. The sum is in float64.
+one piece. Each tensor is summed up in float32 at least, the tensors in float64.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kforge_optim._torch import foreach_norm
 from kforge_optim.groups import clean_name
 from kforge_optim.sharding import distinct_shards, local_gradient
 
@@ -56,8 +57,8 @@ def total_norm(
     if stages < 1 or world % stages:
         raise ValueError(f"stages = {stages} does not divide the {world} ranks into equal groups")
     dtype = torch.float32
-    # Shares (one over the number of ranks with the same piece) -> gradients that have it.
-    shares: dict[float, list[Tensor]] = {}
+    # (share, dtype, device) -> gradients; a share is one over the number of ranks with the same piece.
+    batches: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
     for name, parameter in named:
         dtype = torch.promote_types(dtype, parameter.dtype)
         device = parameter.device if device is None else device
@@ -67,14 +68,22 @@ def total_norm(
         share = distinct_shards(parameter) * stages / (world * holding)
         grad = local_gradient(parameter)
         if grad.numel():  # an uneven shard may be empty, and the largest of nothing is not defined
-            shares.setdefault(share, []).append(grad)
+            batches.setdefault((share, grad.dtype, grad.device), []).append(grad)
+    largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for share, grads in shares.items():
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).to(total)
-        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + share * norm**norm_type
-    if world > 1:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
-    if not math.isinf(norm_type):
+    for (share, grad_dtype, _), grads in batches.items():
+        accumulated_in = torch.promote_types(grad_dtype, torch.float32)
+        norms = torch.stack(foreach_norm(grads, norm_type, accumulated_in)).to(total)
+        total = torch.maximum(total, norms.max()) if largest else total + share * (norms**norm_type).sum()
+    if world > 1 and largest:
+        # What the largest of a number and a NaN is depends on the order, so that there is a NaN travels beside it.
+        nan = total.isnan()
+        both = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), nan.to(total)])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        total = torch.where(both[1] > 0, math.nan, both[0])
+    elif world > 1:
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    if not largest:
         total = total ** (1.0 / norm_type)
     return total.to(dtype)
 

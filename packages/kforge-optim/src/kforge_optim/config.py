@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,11 @@ class OptimConfig:
     """Rate at the end over the peak rate."""
     clip_norm: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping, the norm is still seen."""
+    loss_scale_init: float = 65536.0
+    """What the loss is multiplied by at first, under float16 compute only: a power of two from 1 to 2**24. It halves
+    after a step whose gradients are not finite."""
+    loss_scale_growth_steps: int = 2000
+    """Accepted steps in a row after which the loss scale doubles, under float16 compute only."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -69,3 +75,9 @@ class OptimConfig:
             raise ValueError(f"optim.decay_steps = {self.decay_steps} must not be negative")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"optim.min_lr_ratio = {self.min_lr_ratio} must lie in [0, 1]")
+        if not 1 <= self.loss_scale_init <= 2**24 or math.frexp(self.loss_scale_init)[0] != 0.5:
+            raise ValueError(
+                f"optim.loss_scale_init = {self.loss_scale_init} must be a power of two from 1 to 2**24 = 16777216"
+            )
+        if self.loss_scale_growth_steps < 1:
+            raise ValueError(f"optim.loss_scale_growth_steps = {self.loss_scale_growth_steps} must be at least 1")

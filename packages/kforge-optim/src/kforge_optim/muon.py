@@ -90,7 +90,7 @@ class Muon:
 
         What is gathered travels in that dtype: bfloat16 halves it.
         """
-        grad_rc = local_gradient(slot.parameter)
+        grad_rc = local_gradient(slot.parameter).to(slot.parameter.dtype)
         if scale is not None:
             grad_rc = grad_rc * scale.to(grad_rc.dtype)
         old_rc = local(slot.state["momentum_buffer"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from kforge_optim import adamw as _adamw  # noqa: F401  (registers itself)
 from kforge_optim import muon as _muon  # noqa: F401  (registers itself)
+from kforge_optim import split
 from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Slot
 from kforge_optim.config import OptimConfig
-from kforge_optim.groups import Group, build_groups, check_owned_once, groups_table
+from kforge_optim.groups import Group, build_groups, check_owned_once, clean_name, groups_table
 from kforge_optim.schedules import Schedule, build_schedule
-from kforge_optim.sharding import copy_into
+from kforge_optim.sharding import copy_into, local, local_part
+
+Storage = Literal["fp32", "split"]
 
 
 class Optimizer:
@@ -26,20 +30,38 @@ class Optimizer:
     after a resume the rate is that of the next step.
     """
 
-    def __init__(self, groups: Sequence[Group], algorithms: Mapping[str, Algorithm], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        algorithms: Mapping[str, Algorithm],
+        schedule: Schedule,
+        *,
+        storage: Storage = "fp32",
+    ) -> None:
+        if storage not in ("fp32", "split"):
+            raise ValueError(f"storage = {storage!r} must be fp32 or split")
         check_owned_once(groups)
+        self.storage = storage
         self.groups = list(groups)
         self.schedule_step = 0
         self._algorithms = dict(algorithms)
         self._schedule = schedule
         self._slots = {group.name: [Slot(*item) for item in group.parameters.items()] for group in self.groups}
         for slot in self._all_slots():
-            if slot.parameter.dtype not in (torch.float32, torch.float64):
+            if slot.parameter.dtype not in (torch.float32, torch.float64) and not self._is_split(slot):
                 raise ValueError(
                     f"parameter {slot.name!r} is {slot.parameter.dtype}, in which a step of 3e-4 does not move a "
                     "weight of 1.0; keep weights in float32 and compute in bfloat16 (FSDP's MixedPrecisionPolicy "
                     "with param_dtype, or autocast)"
                 )
+        if storage == "split" and not any(self._is_split(slot) for slot in self._all_slots()):
+            raise ValueError(
+                "storage = 'split' keeps float32 weights as bfloat16 parameters and remainders, but no trainable "
+                "parameter is bfloat16; convert the model to bfloat16 before it is sharded, or use storage = 'fp32'"
+            )
+
+    def _is_split(self, slot: Slot) -> bool:
+        return self.storage == "split" and slot.parameter.dtype == torch.bfloat16
 
     def _all_slots(self) -> Iterator[Slot]:
         for slots in self._slots.values():
@@ -47,7 +69,7 @@ class Optimizer:
 
     def _slot(self, name: str) -> Slot:
         for slot in self._all_slots():
-            if slot.name == name:
+            if slot.name == clean_name(name):
                 return slot
         raise KeyError(f"no trainable parameter is called {name!r}")
 
@@ -72,13 +94,21 @@ class Optimizer:
                 if slot.parameter.grad is not None:
                     by_device.setdefault(slot.parameter.device, []).append(slot)
             for device, slots in by_device.items():
-                self._algorithms[group.algorithm].update(
-                    slots,
+                update = partial(
+                    self._algorithms[group.algorithm].update,
                     lr=rates[group.name],
                     weight_decay=group.weight_decay,
                     scale=None if scale is None else scale.to(device, non_blocking=True),
                     gate=None if gate is None else gate.to(device, non_blocking=True),
                 )
+                whole = [slot for slot in slots if slot.remainder is None]
+                if whole:
+                    update(whole)
+                for batch in split.batches(slot for slot in slots if slot.remainder is not None):
+                    full = [split.widened(slot) for slot in batch]
+                    update(full)
+                    for slot, wide in zip(batch, full, strict=True):
+                        split.store(slot, local(wide.parameter))
 
     def zero_grad(self) -> None:
         """Drop all gradients (``.grad = None``)."""
@@ -100,18 +130,25 @@ class Optimizer:
             for slot in self._slots[group.name]:
                 if slot.state:
                     continue
-                if slot.parameter.is_meta:
-                    raise ValueError(f"parameter {slot.name!r} is on the meta device; materialise the model first")
-                slot.state = self._algorithms[group.algorithm].init_state(slot.parameter)
+                self._allocate_remainder(slot)
+                seen = slot if slot.remainder is None else split.widened(slot)
+                slot.state = self._algorithms[group.algorithm].init_state(seen.parameter)
+
+    def _allocate_remainder(self, slot: Slot) -> None:
+        if slot.parameter.is_meta:
+            raise ValueError(f"parameter {slot.name!r} is on the meta device; materialise the model first")
+        if self._is_split(slot) and slot.remainder is None:
+            slot.remainder = split.new_remainder(slot.parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {parameter name: {"exp_avg": tensor, …}}, "schedule_step": int}``.
 
-        The tensors are the live ones (DTensors keep their placement), allocated first if need be.
+        The tensors are the live ones (DTensors keep their placement), allocated first if need be. Under split storage
+        each bfloat16 parameter has a ``remainder``, int16, beside what its algorithm keeps.
         """
         self.init_state()
         return {
-            "state": {slot.name: dict(slot.state) for slot in self._all_slots()},
+            "state": {slot.name: _kept(slot) for slot in self._all_slots()},
             "schedule_step": self.schedule_step,
         }
 
@@ -120,7 +157,8 @@ class Optimizer:
         """Copy a saved state into this one's tensors, in place, whatever the layout it was saved from.
 
         Tensors are whole ones or DTensors on any mesh. Raises ValueError, before anything is changed, when parameter
-        names, kinds of state or shapes differ.
+        names, kinds of state or shapes differ, and when one was saved under split storage and this is not, or the
+        reverse: the weights are in other parts then.
         """
         self.init_state()
         saved: Mapping[str, Mapping[str, Tensor]] = state_dict["state"]
@@ -129,17 +167,24 @@ class Optimizer:
         if missing or unknown:
             raise ValueError(f"the saved optimizer state lacks parameters {missing} and has unknown ones {unknown}")
         for name, slot in slots.items():
-            if slot.state.keys() != saved[name].keys():
+            kept = _kept(slot)
+            if ("remainder" in saved[name]) != ("remainder" in kept):
+                was, now = ("split", "fp32") if "remainder" in saved[name] else ("fp32", "split")
+                raise ValueError(
+                    f"the weight {name!r} was saved under {was} storage and this run keeps it under {now} storage; "
+                    f"resume with storage = {was!r}"
+                )
+            if kept.keys() != saved[name].keys():
                 raise ValueError(
                     f"the saved state of {name!r} has {sorted(saved[name])}, this optimizer keeps "
-                    f"{sorted(slot.state)}; was optim.name changed?"
+                    f"{sorted(kept)}; was optim.name changed?"
                 )
-            for kind, tensor in slot.state.items():
+            for kind, tensor in kept.items():
                 if tensor.shape != saved[name][kind].shape:
                     shapes = f"{tuple(saved[name][kind].shape)}, here it is {tuple(tensor.shape)}"
                     raise ValueError(f"the saved {kind} of {name!r} has shape {shapes}; was the model changed?")
         for name, slot in slots.items():
-            for kind, tensor in slot.state.items():
+            for kind, tensor in _kept(slot).items():
                 copy_into(tensor, saved[name][kind])
         self.schedule_step = int(state_dict["schedule_step"])
 
@@ -154,9 +199,49 @@ class Optimizer:
     def full_weight(self, name: str) -> Tensor:
         """The weight called ``name`` at full precision, detached, with the placement of the parameter.
 
-        Raises KeyError when no trainable parameter has this name.
+        Under split storage it is a new float32 tensor, joined from the bfloat16 parameter and its remainder; else it
+        is the parameter itself. Raises KeyError when no trainable parameter has this name.
         """
-        return self._slot(name).parameter.detach()
+        slot = self._slot(name)
+        self._allocate_remainder(slot)
+        return slot.parameter.detach() if slot.remainder is None else split.full_weight(slot)
+
+    @torch.no_grad()
+    def set_full_weight(self, name: str, value: Tensor) -> None:
+        """Give the weight called ``name`` its ``value``, in place: `full_weight` returns it bit for bit.
+
+        value: the whole tensor, alike on all ranks, or a DTensor of any layout; float32 under split storage, where the
+            parameter gets the upper half and the remainder the lower. Moments stay as they are.
+
+        Under split storage this is how a model gets initial values at full precision, parameter by parameter: the
+        bfloat16 parameters alone have lost what lies below. Raises KeyError for an unknown name and ValueError for
+        another shape, and under split storage for a value that is not float32.
+        """
+        slot = self._slot(name)
+        self._allocate_remainder(slot)
+        if slot.remainder is None:
+            copy_into(slot.parameter, value)
+            return
+        if value.dtype != torch.float32:
+            raise ValueError(f"the full weight {name!r} must be float32, not {value.dtype}; a cast would round it")
+        split.store(slot, local_part(value, slot.parameter))
+
+    def load_full_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """`set_full_weight` for each name and value, one at a time: an iterator never needs to hold two of them.
+
+        Raises ValueError when a trainable parameter was not among them, after the rest has been set.
+        """
+        missing = {slot.name for slot in self._all_slots()}
+        for name, value in weights.items() if isinstance(weights, Mapping) else weights:
+            self.set_full_weight(name, value)
+            missing.discard(name)
+        if missing:
+            raise ValueError(f"no value was given for the weights {sorted(missing)}")
+
+
+def _kept(slot: Slot) -> dict[str, Tensor]:
+    """What a checkpoint holds of a slot, by kind."""
+    return dict(slot.state) if slot.remainder is None else {**slot.state, "remainder": slot.remainder}
 
 
 def _scalar(what: str, value: Tensor | None) -> Tensor | None:
@@ -168,19 +253,23 @@ def _scalar(what: str, value: Tensor | None) -> Tensor | None:
     return (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int) -> Optimizer:
+def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int, *, storage: Storage = "fp32") -> Optimizer:
     """The optimizer that ``config`` names, over the trainable parameters of ``model``.
 
     The model must be sharded and materialised already, since both put new parameters in place of the old ones.
-    ``total_steps`` is the horizon of the
-    schedule, in optimizer steps.
+    ``total_steps`` is the horizon of the schedule, in optimizer steps.
+
+    storage: ``fp32`` keeps weights in float32 parameters (float64 is fine too). ``split`` takes bfloat16 parameters
+        and keeps the 16 bits that they lack as ``remainder`` in the state; together they are bit-equal to ``fp32``
+        with the same gradients. Parameters that are float32 all the same are updated as under ``fp32``.
 
     Raises ValueError for an unknown optimizer or schedule (listing the known ones), lengths that do not fit, weights
-    in less than float32, and a model without trainable parameters.
+    in less than float32 that are not split, ``split`` where nothing is bfloat16, and a model without trainable
+    parameters.
     """
     algorithm = OPTIMIZERS.get(config.name)(config)
     algorithms = {config.name: algorithm}
     if algorithm.matrices_only:
         algorithms["adamw"] = OPTIMIZERS.get("adamw")(config)
     groups = build_groups(model, config, matrices_only=algorithm.matrices_only)
-    return Optimizer(groups, algorithms, build_schedule(config, total_steps))
+    return Optimizer(groups, algorithms, build_schedule(config, total_steps), storage=storage)

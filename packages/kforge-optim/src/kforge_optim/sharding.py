@@ -20,7 +20,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of ``parameter.grad``, laid out as the parameter is, in the parameter's dtype.
+    """This rank's shard of ``parameter.grad``, laid out as the parameter is, in the gradient's own dtype.
 
     A gradient whose placement differs from the parameter's (``Partial`` under sequence parallelism, say) is
     redistributed first, a collective over the parameter's mesh, and put back into ``.grad``: whoever asks next gets
@@ -39,7 +39,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
         if grad.placements != parameter.placements:
             grad = grad.redistribute(parameter.device_mesh, parameter.placements)
             parameter.grad = grad
-    return local(grad).to(parameter.dtype)
+    return local(grad)
 
 
 def same_strides(one: Tensor, other: Tensor) -> bool:
@@ -58,23 +58,45 @@ def distinct_shards(tensor: Tensor) -> int:
     return shards
 
 
-def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy the values of ``source`` into ``target``, in place; either may be a DTensor, of any layout.
+def local_part(source: Tensor, like: Tensor) -> Tensor:
+    """What of ``source`` this rank holds once it is laid out as ``like``; either may be a DTensor, of any layout.
 
-    A plain ``source`` holds the whole tensor, not a shard. Raises ValueError when the whole shapes differ.
+    A plain ``source`` holds the whole tensor, not a shard. Raises ValueError when the whole shapes differ. The result
+    may share memory with ``source``.
     """
-    if target is source:
-        return
-    if target.shape != source.shape:
-        raise ValueError(f"a tensor of shape {tuple(source.shape)} does not fit into {tuple(target.shape)}")
-    if isinstance(target, DTensor):
-        mesh, placements = target.device_mesh, target.placements
+    if like.shape != source.shape:
+        raise ValueError(f"a tensor of shape {tuple(source.shape)} does not fit into {tuple(like.shape)}")
+    if source.dtype == torch.int16:
+        # Neither gloo nor NCCL sends int16; moving copies bits only, so they travel as what both send.
+        return local_part(_with_dtype(source, torch.bfloat16), like).view(torch.int16)
+    if isinstance(like, DTensor):
+        mesh, placements = like.device_mesh, like.placements
         if isinstance(source, DTensor) and source.device_mesh != mesh:
             source = source.full_tensor()
         if not isinstance(source, DTensor):
             # Every rank has the whole tensor, so nothing is sent: each keeps its own shard.
-            source = distribute_tensor(source.to(target.device), mesh, placements, src_data_rank=None)
+            source = distribute_tensor(source.to(like.device), mesh, placements, src_data_rank=None)
         source = source.redistribute(mesh, placements)
     elif isinstance(source, DTensor):
         source = source.full_tensor()
-    local(target).copy_(local(source))
+    return local(source)
+
+
+def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of a tensor or DTensor read as another dtype of the same width."""
+    return like_layout(local(tensor).view(dtype), tensor)
+
+
+def like_layout(values: Tensor, like: Tensor) -> Tensor:
+    """This rank's ``values`` as a tensor laid out as ``like``: a DTensor if that is one. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return values
+    return DTensor.from_local(
+        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy the values of ``source`` into ``target``, in place, whatever the layout of either; see `local_part`."""
+    if target is not source:
+        local(target).copy_(local_part(source, target))

@@ -1,0 +1,96 @@
+"""Split storage: a float32 weight as a bfloat16 parameter and a 16-bit remainder, together exact.
+
+The bits of a float32 weight, read as an integer, are cut into two halves that add up to it::
+
+    bits = (high << 16) + low        high = (bits + 0x8000) >> 16        low in [-0x8000, 0x7fff]
+
+``high``, the parameter, is the weight rounded to the nearest bfloat16, what FSDP would make of a float32 shard at the
+all-gather; only exact ties differ (they go away from zero here, to even there). ``low``, the remainder, is signed and
+belongs to the optimizer. Both hold two bytes, so nothing is stored twice: a rule of updating sees the float32 weight,
+put together for a few parameters at a time, and both halves are written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from kforge_optim.algorithm import Slot
+from kforge_optim.sharding import distinct_shards, like_layout, local, local_gradient
+
+_BATCH_ELEMENTS = 2**26
+"""Elements of this rank that are put together at one time: 256 MiB of weights and as much of gradients."""
+
+
+def split_float32(full: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor -> its bfloat16 half and its int16 remainder, of its shape; `join_float32` gives it back.
+
+    Every bit pattern comes back, and no two pairs of halves mean the same weight. The bfloat16 half is the nearest
+    one, ties away from zero; a value beyond 3.3961776e38, the middle between the largest bfloat16 and the next power
+    of two, has infinity for its half, as in a cast. A NaN that is not the canonical one may have a half that is no
+    NaN. Plain tensors only; raises ValueError for another dtype.
+    """
+    if full.dtype != torch.float32:
+        raise ValueError(f"only float32 splits into bfloat16 and a remainder, not {full.dtype}")
+    bits = full.view(torch.int32)
+    high = ((bits + 0x8000) >> 16).to(torch.int16)
+    low = bits.to(torch.int16)  # the lower 16 bits, read as a signed number, are what the sum lacks
+    return high.view(torch.bfloat16), low
+
+
+def join_float32(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 tensor that `split_float32` took apart. Raises ValueError for other dtypes."""
+    if high.dtype != torch.bfloat16 or low.dtype != torch.int16:
+        raise ValueError(f"a weight is joined from bfloat16 and int16, not from {high.dtype} and {low.dtype}")
+    return (high.view(torch.int16).to(torch.int32) << 16).add_(low).view(torch.float32)
+
+
+def new_remainder(parameter: Tensor) -> Tensor:
+    """A remainder of zeros: the float32 weight is what the bfloat16 parameter says."""
+    return torch.zeros_like(parameter.detach(), dtype=torch.int16)
+
+
+def full_weight(slot: Slot) -> Tensor:
+    """The float32 weight of a split slot, detached, laid out as its parameter; a new tensor."""
+    assert slot.remainder is not None
+    return like_layout(join_float32(local(slot.parameter), local(slot.remainder)), slot.parameter)
+
+
+def store(slot: Slot, full: Tensor) -> None:
+    """Write ``full``, float32 and of this rank, into the two halves of a slot."""
+    assert slot.remainder is not None
+    high, low = split_float32(full)
+    local(slot.parameter).copy_(high)
+    local(slot.remainder).copy_(low)
+
+
+def widened(slot: Slot) -> Slot:
+    """A slot of the float32 weight, with the gradient in float32, and the very state of ``slot``.
+
+    A bfloat16 gradient is exact in float32; one that is float32 already stays as it is.
+    """
+    parameter = nn.Parameter(full_weight(slot), requires_grad=False)
+    if slot.parameter.grad is not None:
+        parameter.grad = like_layout(local_gradient(slot.parameter).to(torch.float32), slot.parameter)
+    return Slot(slot.name, parameter, slot.state)
+
+
+def batches(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
+    """Split slots in groups of at most `_BATCH_ELEMENTS` elements a rank, but one slot at least.
+
+    Like shapes come together, as Muon works on batches of them. Only sizes that all ranks agree on count, so that all
+    ranks make the same groups.
+    """
+    batch: list[Slot] = []
+    elements = 0
+    for slot in sorted(slots, key=lambda slot: tuple(slot.parameter.shape)):
+        size = -(-slot.parameter.numel() // distinct_shards(slot.parameter))
+        if batch and elements + size > _BATCH_ELEMENTS:
+            yield batch
+            batch, elements = [], 0
+        batch.append(slot)
+        elements += size
+    if batch:
+        yield batch
