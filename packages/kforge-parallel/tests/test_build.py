@@ -142,7 +142,7 @@ def unknown_options(rank, world):
 
 def test_unknown_words_list_the_known_ones():
     precision, recompute, gradients, blocks = run_ranks(unknown_options, 1)[0]
-    assert "'fp8'" in precision and "bf16, fp32, fp64" in precision
+    assert "'fp8'" in precision and "bf16, fp16, tf32, fp32, fp64" in precision
     assert "'some'" in recompute and "none, full" in recompute
     assert "'max'" in gradients
     assert "'blocks'" in blocks and "layers" in blocks

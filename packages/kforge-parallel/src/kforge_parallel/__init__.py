@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kforge_parallel.mesh import Mesh as Mesh
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
+    from kforge_parallel.precision import precision_table as precision_table
     from kforge_parallel.world import World as World
     from kforge_parallel.world import choose_device as choose_device
     from kforge_parallel.world import expand_hosts as expand_hosts
@@ -47,6 +48,7 @@ _HOME = {
     "launch": "world",
     "parallelize": "build",
     "precision_of": "precision",
+    "precision_table": "precision",
     "recompute_blocks": "activation",
     "resolve_axes": "axes",
     "set_last_microbatch": "fsdp",

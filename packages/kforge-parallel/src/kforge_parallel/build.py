@@ -53,7 +53,7 @@ def parallelize(
     from dataclasses import replace
 
     config = replace(config or ParallelConfig(), **options)  # type: ignore[arg-type]
-    precision = precision_of(config.precision)
+    precision = precision_of(config.precision, config.storage)
     with torch.device("meta" if init is not None else "cpu"):
         model = build()
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -71,21 +71,26 @@ def parallelize(
     recompute_blocks(block_list, config.recompute)
     if config.compile:
         compile_blocks(block_list)
-    shard(
-        model,
-        mesh,
-        precision=precision,
-        blocks=block_list,
-        gradients=gradients,
-        reshard_after_forward=config.reshard_after_forward,
-        cast_inputs=cast_inputs,
-        prefetch=config.prefetch,
-        cpu_offload=config.cpu_offload,
-    )
+    wrapped = mesh.size > 1 or config.storage == "fp32"
+    if wrapped:
+        shard(
+            model,
+            mesh,
+            precision=precision,
+            blocks=block_list,
+            gradients=gradients,
+            reshard_after_forward=config.reshard_after_forward,
+            cast_inputs=cast_inputs,
+            prefetch=config.prefetch,
+            cpu_offload=config.cpu_offload,
+        )
     if init is not None:
         _allocate(model, torch.device("cpu") if config.cpu_offload else mesh.device)
         init(model)
         _check_filled(model)
+    if not wrapped:  # FSDP2 gives gradients in the dtype of the weights; alone, they can be fp32 to the optimizer
+        for parameter in model.parameters():
+            parameter.grad_dtype = precision.reduce
     if [name for name, _ in model.named_parameters(remove_duplicate=False)] != names or _tied(model) != tied:
         raise RuntimeError("parallelize changed the names or the ties of the parameters; this is a fault of kforge")
     return model

@@ -44,6 +44,9 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward and gather them again in backward. False: faster, and one
     full copy of the weights stays in memory through backward."""
+    accumulate: Literal["unsharded", "sharded"] = "unsharded"
+    """How the microbatches of a step add up. unsharded: on each process, in fp32, reduced over processes once, after
+    the last; costs a whole fp32 gradient on each. sharded: reduced after each; costs the transfer each time."""
     prefetch: int = 0
     """How many blocks ahead weights are gathered, in forward and in backward. 0: torch's own order (the next block in
     backward, none ahead in forward)."""
@@ -70,6 +73,11 @@ class ParallelConfig:
             raise ValueError(
                 f"parallel.storage = split keeps weights as bf16 and a remainder, but parallel.precision = "
                 f"{self.precision}; use precision bf16, or storage fp32"
+            )
+        if self.storage == "split" and self.accumulate == "sharded":
+            raise ValueError(
+                "parallel.accumulate = sharded would add microbatches up in bf16 under parallel.storage = split; use "
+                "accumulate unsharded, or storage fp32"
             )
         for name in ("init_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, name) <= 1e8:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.precision import Precision
@@ -104,11 +104,13 @@ def _local_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def set_last_microbatch(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward (``last``), or keep this rank's sums for one that comes after."""
-    if not isinstance(model, FSDPModule):
-        raise TypeError("set_last_microbatch wants a model that parallelize returned")
-    model.set_requires_gradient_sync(last)
-    model.set_is_last_backward(last)
+    """Reduce gradients in the next backward (``last``), or keep this rank's sums for one that comes after.
+
+    A model that is not sharded (one process, split storage) has nothing to reduce.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
 
 
 @torch.no_grad()
@@ -118,4 +120,11 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    # One mesh dimension after the other, from the slowest: torch warns of what it does in one go.
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from kforge_parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,9 @@ class Precision:
     compute: torch.dtype
     """Of the weights that a forward sees; made at the all-gather."""
     reduce: torch.dtype
-    """In which gradients are summed over ranks, and of ``.grad``."""
+    """In which gradients are summed, over microbatches and over ranks. ``.grad`` is in the storage dtype."""
+    matmul: str = "highest"
+    """For ``torch.set_float32_matmul_precision``: how products of fp32 tensors are taken. Theirs are few in bf16."""
 
     def policy(self, cast_inputs: bool) -> MixedPrecisionPolicy:
         """The FSDP2 policy. ``cast_inputs``: floating-point inputs of every unit are cast to the compute dtype."""
@@ -29,14 +33,41 @@ class Precision:
 
 
 PRECISIONS = {
-    "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16, torch.float32, "high"),
+    "fp16": Precision(torch.float32, torch.float16, torch.float32, "high"),
+    "tf32": Precision(torch.float32, torch.float32, torch.float32, "high"),
     "fp32": Precision(torch.float32, torch.float32, torch.float32),
     "fp64": Precision(torch.float64, torch.float64, torch.float64),
 }
 
 
-def precision_of(name: str) -> Precision:
-    """The Precision of a config word. Raises ValueError that lists the known ones."""
+def precision_of(name: str, storage: str = "fp32") -> Precision:
+    """The Precision of a config word. ``storage = "split"``: bf16 weights, whose other half the optimizer keeps.
+
+    Raises ValueError that lists the known words, and for split storage in another precision than bf16.
+    """
     if name not in PRECISIONS:
         raise ValueError(f"parallel.precision = {name!r} is unknown; use one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    precision = PRECISIONS[name]
+    if storage == "fp32":
+        return precision
+    if storage != "split" or name != "bf16":
+        raise ValueError(f"parallel.storage = {storage!r} with precision {name!r} is unknown; split goes with bf16")
+    return replace(precision, storage=torch.bfloat16)
+
+
+def precision_table(config: ParallelConfig, world_size: int) -> dict[str, str]:
+    """What is done to weights and gradients, for people: one line a row."""
+    short = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    precision = precision_of(config.precision, config.storage)
+    split = config.storage == "split"
+    unwrapped = split and world_size == 1
+    last = (
+        f"{short[precision.reduce]}, then rounded to bf16 once" if split and not unwrapped else short[precision.reduce]
+    )
+    return {
+        "weights": "bf16, and the 16 bits that are missing to fp32 with the optimizer" if split else "fp32",
+        "compute": short[precision.compute] + (" (products in TF32)" if config.precision == "tf32" else ""),
+        "gradients over microbatches": f"{short[precision.reduce]}, {config.accumulate}",
+        "gradients over ranks": last if world_size > 1 else "one rank",
+    } | ({"weights": "fp64"} if config.precision == "fp64" else {})

@@ -191,7 +191,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             optimizer=build_optimizer(model, config.optim, config.train.steps),
             loader=loader,
             heldout=TokenShards(data.heldout) if data.heldout else None,
-            engine=PlainEngine(model, mesh),
+            engine=PlainEngine(model, mesh, reduce_each=config.parallel.accumulate == "sharded"),
             guard=Guard(config.resilience, mesh.device, on_event=tracker.on_event),
             stop=stop,
             checkpointer=Checkpointer(

@@ -25,11 +25,12 @@ def rows_of(batch: Batch) -> Rows:
 
 
 class PlainEngine:
-    """Runs the microbatches of a window one after the other; gradients are reduced in the last backward."""
+    """Runs the microbatches of a window one after the other; gradients are reduced in the last backward, or in each."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, *, reduce_each: bool = False) -> None:
         self.model = model
         self.mesh = mesh
+        self.reduce_each = reduce_each
 
     def scored_tokens(self, window: list[Batch]) -> torch.Tensor:
         """Labels that count, summed over the window and over every data rank: float64 device scalar."""
@@ -46,7 +47,7 @@ class PlainEngine:
         """
         parts = []
         for i, batch in enumerate(window):
-            set_last_microbatch(self.model, i == len(window) - 1)
+            set_last_microbatch(self.model, self.reduce_each or i == len(window) - 1)
             loss, _ = self.model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=scale)
             loss.backward()
             parts.append(loss.detach())

@@ -10,7 +10,9 @@ import torch
 
 from kforge_ckpt import CheckpointError
 from kforge_optim import clip
+from kforge_parallel import precision_of, precision_table
 from kforge_resilience import exitcodes
+from kforge_train.agree import check_replicas
 from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors
@@ -82,6 +84,7 @@ class Trainer:
         """Train to the last step, or until all ranks agree to stop. Returns the exit code."""
         config, job = self.config, self.job
         self.restore()
+        check_replicas(job.model)
         if job.mesh.rank == 0:
             save_config(config)
         self.report_start()
@@ -161,6 +164,8 @@ class Trainer:
             {"config": asdict(self.config), "versions": versions(), "world": job.mesh.size, "parameters": parameters},
         )
         job.log.info("%s; %s parameters; %s", job.mesh, f"{parameters:,}", self.config.train.run_dir)
+        for what, how in precision_table(self.config.parallel, job.mesh.size).items():
+            job.log.info("%s: %s", what, how)
 
     def finish(self, verdict: Any) -> int:
         """Save what is not saved, say why the run ends, and choose the exit code."""
@@ -180,7 +185,7 @@ class Trainer:
 
 def run(config: JobConfig) -> int:
     """Train a job in this process and return the exit code. Every process of the job calls it."""
-    torch.set_float32_matmul_precision("high" if config.parallel.precision == "bf16" else "highest")
+    torch.set_float32_matmul_precision(precision_of(config.parallel.precision).matmul)
     with build(config) as job:
         try:
             return Trainer(job).run()
