@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kforge_parallel.layout import LAYOUT_CLASSES as LAYOUT_CLASSES
     from kforge_parallel.layout import check_layout as check_layout
     from kforge_parallel.mesh import Mesh as Mesh
+    from kforge_parallel.phases import phase as phase
+    from kforge_parallel.picture import MeshTable as MeshTable
+    from kforge_parallel.picture import mesh_table as mesh_table
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
     from kforge_parallel.precision import precision_table as precision_table
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LAYOUT_CLASSES": "layout",
     "Mesh": "mesh",
+    "MeshTable": "picture",
     "ParallelConfig": "config",
     "Precision": "precision",
     "World": "world",
@@ -46,7 +50,9 @@ _HOME = {
     "find_world": "world",
     "full_parameters": "fsdp",
     "launch": "world",
+    "mesh_table": "picture",
     "parallelize": "build",
+    "phase": "phases",
     "precision_of": "precision",
     "precision_table": "precision",
     "recompute_blocks": "activation",

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 # torch 2.13 renames these two and warns of the old names, which are the only ones that 2.11 has.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def set_group_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
+    """Stands in for ``new_group(timeout=...)``: meshes take none for their groups, and groups get no other later."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -57,8 +57,12 @@ class ParallelConfig:
     """Where the model runs. auto: CUDA where a device is visible, else CPU."""
     init_timeout_s: float = 300.0
     """How long processes wait for each other at start-up, in seconds."""
+    build_timeout_s: float = 1800.0
+    """How long processes wait for each other while the model is built, restored and compiled, in seconds; also for
+    the first transfer over the network, which proves that it carries any."""
     step_timeout_s: float = 1800.0
-    """How long a collective may take once training runs, in seconds."""
+    """How long processes wait for each other in a transfer of training, in seconds: longer than the slowest step,
+    evaluation or save of any of them."""
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
@@ -66,7 +70,13 @@ class ParallelConfig:
             if value != -1 and value < 1:
                 raise ValueError(f"parallel.{name} = {value} must be at least 1, or -1 for all that are left")
         if self.ep < 1:
-            raise ValueError(f"parallel.ep = {self.ep} must be at least 1")
+            raise ValueError(f"parallel.ep = {self.ep} must be at least 1; it is laid over other axes, so none is left")
+        filled = [name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(self, name) == -1]
+        if len(filled) > 1:
+            raise ValueError(
+                f"{' and '.join(f'parallel.{name}' for name in filled)} are -1, but only one axis can take the "
+                "processes that are left; give the others a number"
+            )
         if self.prefetch < 0:
             raise ValueError(f"parallel.prefetch = {self.prefetch} must be 0 (torch's order) or more blocks")
         if self.storage == "split" and self.precision != "bf16":
@@ -79,6 +89,6 @@ class ParallelConfig:
                 "parallel.accumulate = sharded would add microbatches up in bf16 under parallel.storage = split; use "
                 "accumulate unsharded, or storage fp32"
             )
-        for name in ("init_timeout_s", "step_timeout_s"):
+        for name in ("init_timeout_s", "build_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, name) <= 1e8:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)} must be above 0 and at most 1e8 seconds")

@@ -19,8 +19,12 @@ def _sentence(axes: frozenset[str]) -> str | None:
     missing = [axis for axis in _NOT_YET if axis in axes]
     if not missing:
         return None
-    kinds, keys = (_NOT_YET[axis] for axis in missing), (f"parallel.{axis}" for axis in missing)
-    return f"{' and '.join(kinds)} parallelism is not available in this version; set {' and '.join(keys)} to 1"
+    kinds, keys = _list([_NOT_YET[axis] for axis in missing]), _list([f"parallel.{axis}" for axis in missing])
+    return f"{kinds} parallelism is not available in this version; set {keys} to 1"
+
+
+def _list(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
 
 LAYOUT_CLASSES: dict[frozenset[str], str | None] = {

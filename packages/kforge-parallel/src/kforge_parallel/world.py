@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,12 @@ from kforge_parallel.config import ParallelConfig
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from kforge_parallel.mesh import Mesh
 
 _log = logging.getLogger("kforge_parallel")
+_MOST_HOSTS = 65_536
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class World:
 def expand_hosts(text: str) -> list[str]:
     """Expand a SLURM host list: ``gpu[001-003,007],login`` -> gpu001, gpu002, gpu003, gpu007, login.
 
-    Leading zeros are kept and a name may hold several brackets. Raises ValueError for a list that is malformed.
+    Leading zeros are kept and a name may hold several brackets. The first is where SLURM starts task 0. Raises
+    ValueError for a list that is malformed, or that stands for more than 65,536 hosts.
     """
 
     def bad(why: str) -> ValueError:
@@ -76,18 +79,25 @@ def expand_hosts(text: str) -> list[str]:
             raise bad("a name is empty")
         names = [""]
         for literal, bracket in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
-            names = [name + piece for name in names for piece in ([literal] if literal else _numbers(bracket, bad))]
+            if literal and not re.fullmatch(r"[A-Za-z0-9_.-]+", literal):
+                raise bad(f"{literal!r} is no part of a host's name")
+            pieces = [literal] if literal else _numbers(bracket, bad)
+            if len(hosts) + len(names) * len(pieces) > _MOST_HOSTS:
+                raise bad(f"it stands for more than {_MOST_HOSTS} hosts")
+            names = [name + piece for name in names for piece in pieces]
         hosts += names
     return hosts
 
 
-def _numbers(bracket: str, bad: object) -> list[str]:
+def _numbers(bracket: str, bad: Callable[[str], ValueError]) -> list[str]:
     numbers: list[str] = []
     for item in bracket.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item.strip())
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-            raise bad(f"[{bracket}] is not a list of numbers and rising ranges")  # type: ignore[operator]
+            raise bad(f"[{bracket}] is not a list of numbers and rising ranges")
         first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) >= _MOST_HOSTS:
+            raise bad(f"it stands for more than {_MOST_HOSTS} hosts")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers
 
@@ -118,10 +128,9 @@ def find_world(env: Mapping[str, str] | None = None) -> World:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
         address = env.get("MASTER_ADDR") or (expand_hosts(nodes)[0] if size > 1 else "127.0.0.1")
         port = number("MASTER_PORT") if "MASTER_PORT" in env else _slurm_port(env)
-        # "2(x3),1": tasks on each node of the step; the node's own entry is not marked, so one that has more
-        # local tasks than the first entry says is still right about itself.
-        tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
-        local_size = int(tasks[0]) if tasks else size
+        tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
+        node = number("SLURM_NODEID") if "SLURM_NODEID" in env else 0
+        local_size = tasks[min(node, len(tasks) - 1)] if tasks else size
         world = World("slurm", number("SLURM_PROCID"), size, number("SLURM_LOCALID"), local_size, address, port)
     else:
         world = World("single", 0, 1, 0, 1, "127.0.0.1", 0)
@@ -135,10 +144,30 @@ def find_world(env: Mapping[str, str] | None = None) -> World:
     return world
 
 
+def _tasks_per_node(text: str) -> list[int]:
+    """SLURM's short form, ``2(x3),1`` -> 2, 2, 2, 1; empty for what is not of that form."""
+    tasks: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item.strip())
+        if match is None:
+            return []
+        tasks += [int(match[1])] * min(int(match[2] or 1), _MOST_HOSTS)
+    return tasks
+
+
+def _job(env: Mapping[str, str]) -> str:
+    """What the job is called by who started it: equal on its processes, other in another job. May be empty."""
+    names = ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+    return "/".join(f"{name} {env[name]}" for name in names if env.get(name))
+
+
 def _slurm_port(env: Mapping[str, str]) -> int:
-    """A port that every task of the step derives alike and that two jobs seldom share: 20000 to 59999."""
+    """A port that every task of the step derives alike and that two jobs seldom share: 20000 to 31999.
+
+    Below 32768, where Linux starts to give out ports to outgoing connections, which would be in the way.
+    """
     step = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID"))
-    return 20_000 + int.from_bytes(hashlib.sha256(step.encode()).digest()[:4], "big") % 40_000
+    return 20_000 + int.from_bytes(hashlib.sha256(step.encode()).digest()[:4], "big") % 12_000
 
 
 def choose_device(config: ParallelConfig, world: World) -> torch.device:
@@ -149,6 +178,8 @@ def choose_device(config: ParallelConfig, world: World) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("parallel.device = cuda, but torch sees no CUDA device; use --parallel.device cpu")
+    if torch.cuda.device_count() == 1 and os.environ.get("SLURM_GPUS_PER_TASK", "").split(":")[-1] == "1":
+        return torch.device("cuda", 0)  # SLURM shows each task its own device only
     if world.local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {world.local_rank} has no device of its own: this host shows {torch.cuda.device_count()}; "
@@ -160,65 +191,113 @@ def choose_device(config: ParallelConfig, world: World) -> torch.device:
 def launch(config: ParallelConfig | None = None, env: Mapping[str, str] | None = None) -> Mesh:
     """Join the process group that the environment describes and lay the mesh over it.
 
-    The backend is gloo on CPU and ``cpu:gloo,cuda:nccl`` on CUDA. A group that exists already is used as it is.
-    Raises ValueError for a mesh that does not fit the world, before anything is contacted, and RuntimeError that
-    names the phase when the processes do not find each other within ``init_timeout_s``.
+    The backend is gloo on CPU and ``cpu:gloo,cuda:nccl`` on CUDA. A group that exists already is used as it is, but
+    for its time-out. Groups wait ``init_timeout_s`` while they form, ``build_timeout_s`` for their first transfer, and
+    ``step_timeout_s`` once this returns (see `phase`).
+
+    Raises ValueError for a layout that does not fit the world or cannot be trained, before anything is contacted,
+    and RuntimeError that names the phase, how long it waited and the option that says so.
     """
     import torch
     import torch.distributed as dist
 
     from kforge_parallel.layout import check_layout
     from kforge_parallel.mesh import build_mesh
+    from kforge_parallel.network import record_flights, set_interfaces
+    from kforge_parallel.phases import first_transfer, set_timeout
 
     config = ParallelConfig() if config is None else config
+    env = os.environ if env is None else env
     world = find_world(env)
-    check_layout(config, world.size)
+    axes = check_layout(config, world.size)
     device = choose_device(config, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        record_flights()
     if not dist.is_initialized():
-        _join(config, world, device)
+        set_interfaces(world)
+        _join(config, world, device, f"{_job(env) or 'no job id'} | {axes}")
     elif dist.get_world_size() != world.size:
         raise RuntimeError(
             f"a process group of {dist.get_world_size()} exists already, but the environment says {world.size}"
         )
-    return build_mesh(config, world, device)
+    mesh = build_mesh(config, world, device)
+    first_transfer(config, mesh)
+    set_timeout(mesh, config.step_timeout_s)
+    return mesh
 
 
-def _join(config: ParallelConfig, world: World, device: torch.device) -> None:
+# Address, port, rank and size -> the store there, and how often this process has met the others at it. The store
+# outlives the group: were it closed with it, a process that launches again could meet the one that is going away.
+_stores: dict[tuple[str, int, int, int], tuple[Any, int]] = {}
+
+
+def _join(config: ParallelConfig, world: World, device: torch.device, job: str) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world.address in ("127.0.0.1", "localhost", "::1") and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # gloo looks its own host name up, which fails on a laptop without a network.
-        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-        if loopback:
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback
     wait = timedelta(seconds=config.init_timeout_s)
     try:
-        if world.size == 1:
-            store: Any = dist.HashStore()
-        elif world.source == "torchrun":
-            # Agrees with torchrun on whether its agent already keeps a store at this address.
-            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))
-            store.set_timeout(wait)
-        else:
-            store = dist.TCPStore(world.address, world.port, world.size, is_master=world.rank == 0, timeout=wait)
         dist.init_process_group(
             backend,
-            store=store,
+            store=_meet(world, wait, job) if world.size > 1 else dist.HashStore(),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=config.step_timeout_s),
+            timeout=wait,
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, OSError) as error:
-        raise RuntimeError(
-            f"start-up: rank {world.rank} of {world.size} ({world.source}) did not find the others at "
-            f"{world.address}:{world.port} within {config.init_timeout_s:g} s. Are all {world.size} processes running, "
-            f"can this host reach {world.address}, and is the port free? ({error})"
-        ) from error
+        raise RuntimeError(_why_not_met(config, world, str(error))) from error
     _log.debug("joined %s as rank %d of %d on %s", backend, world.rank, world.size, device)
+
+
+def _meet(world: World, wait: timedelta, job: str) -> dist.Store:
+    """The store at which all processes meet, kept by rank 0 or by torchrun's agent, with this rank claimed in it."""
+    import torch.distributed as dist
+
+    key = (world.address, world.port, world.rank, world.size)
+    if key not in _stores:
+        host = f"[{world.address}]" if ":" in world.address else world.address
+        # torch's own rendezvous: it knows whether torchrun's agent already keeps a store there.
+        store, _, _ = next(dist.rendezvous(f"tcp://{host}:{world.port}", world.rank, world.size, timeout=wait))
+        _stores[key] = (store, 0)
+    whole, times = _stores[key]
+    _stores[key] = (whole, times + 1)
+    whole.set_timeout(wait)
+    store = dist.PrefixStore(f"kforge/{times}", whole)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # an agent's store belongs to no other job
+        mine = f"{socket.gethostname()} process {os.getpid()}"
+        holder = store.compare_set(f"rank {world.rank}", "", mine).decode()
+        if holder != mine:
+            raise RuntimeError(f"another job meets there: its rank {world.rank} is {holder}")
+    if world.rank == 0:
+        store.set("job", job)
+    elif (theirs := store.get("job").decode()) != job:
+        raise RuntimeError(f"rank 0 there is of another job or layout: {theirs}, and this is {job}")
+    return store
+
+
+def _why_not_met(config: ParallelConfig, world: World, error: str) -> str:
+    where = f"{world.address}:{world.port}"
+    who = f"start-up: rank {world.rank} of {world.size} ({world.source})"
+    other = "or choose another port: MASTER_PORT, or torchrun's --master-port or --standalone"
+    if world.size == 1:
+        return f"{who} could not make a process group ({error})"
+    if "EADDRINUSE" in error:
+        return (
+            f"{who} cannot open port {world.port} on {world.address}: another process uses it. "
+            f"End that one, {other} ({error})"
+        )
+    if "another job" in error:
+        return f"{who} found others at {where}, port {world.port}, which are not its own. End them, {other} ({error})"
+    from kforge_parallel.network import network_settings
+
+    interfaces = ", ".join(f"{name}={value}" for name, value in network_settings().items()) or "unset"
+    return (
+        f"{who} did not find the others at {where} within {config.init_timeout_s:g} s (parallel.init_timeout_s). Are "
+        f"all {world.size} processes running, can this host reach {world.address}, and is the port the same for all? "
+        f"Network interfaces: {interfaces} ({error})"
+    )
 
 
 def shutdown() -> None:
