@@ -159,3 +159,50 @@ def test_module_without_labels_gives_logits() -> None:
     assert torch.equal(head(hidden), hidden @ head.weight.T)
     loss, _ = head(hidden, labels, torch.tensor(0.5))
     assert torch.allclose(loss.double(), reference(hidden, head.weight, labels, 0.5)[0])
+
+
+def on_ranks_of_the_vocabulary(rank: int, world: int, chunk: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Loss, nll, gradients (this rank's rows of the weight's) and logits of a head whose vocabulary is cut."""
+    import torch.distributed as dist
+
+    torch.manual_seed(5)
+    hidden, weight, labels = case(dtype, vocab=12)
+    labels[0] = -100
+    rows = 12 // world
+    head = HeadLoss(6, rows, chunk).to(dtype)
+    head.group, head.vocab_start = dist.group.WORLD, rank * rows
+    with torch.no_grad():
+        head.weight.copy_(weight[rank * rows : (rank + 1) * rows])
+    loss, nll = head(hidden, labels, 0.125)
+    loss.backward()
+    assert hidden.grad is not None and head.weight.grad is not None
+    dhidden, dweight = hidden.grad.clone(), head.weight.grad.clone()
+    logits = head(hidden)
+    logits.square().sum().backward()
+    late = hidden.grad - dhidden
+    for addend in (dhidden, late):
+        dist.all_reduce(addend)
+    return {"loss": loss.detach(), "nll": nll, "dhidden": dhidden, "dweight": dweight, "logits": logits.detach(),
+            "from_logits": late}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_a_vocabulary_cut_over_ranks_gives_the_same(world: int, chunk: int) -> None:
+    from kforge_testing import run_ranks
+
+    torch.manual_seed(5)
+    hidden, weight, labels = case(torch.float64, vocab=12)
+    labels[0] = -100
+    loss, nll, dhidden, dweight = reference(hidden, weight, labels, 0.125)
+    logits = hidden @ weight.T
+    (from_logits,) = torch.autograd.grad(logits.square().sum(), hidden)
+    ranks = run_ranks(on_ranks_of_the_vocabulary, world, chunk, torch.float64)
+    assert torch.equal(torch.cat([r["dweight"] for r in ranks]).isfinite(), torch.ones(12, 6, dtype=torch.bool))
+    for rank in ranks:
+        for name, right in {"loss": loss, "nll": nll, "dhidden": dhidden, "logits": logits}.items():
+            assert (rank[name] - right).abs().max() <= 1e-13 * right.abs().max(), name
+        assert torch.equal(rank["nll"], ranks[0]["nll"])
+        assert (rank["from_logits"] - from_logits).abs().max() <= 1e-13 * from_logits.abs().max()
+    whole = torch.cat([rank["dweight"] for rank in ranks])
+    assert (whole - dweight).abs().max() <= 1e-13 * dweight.abs().max()

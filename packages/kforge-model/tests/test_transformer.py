@@ -18,6 +18,7 @@ CONFIG = ModelConfig(
     vocab_size=53, dim=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=40, max_seq_len=64, rope_theta=500.0
 )
 TIED = ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True})
+QK_NORM = ModelConfig(**{**CONFIG.__dict__, "qk_norm": True})
 
 
 def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64, std: float = 0.3) -> Transformer:
@@ -54,6 +55,8 @@ def reference_logits(weights: dict[str, Tensor], config: ModelConfig, ids: Tenso
             (y @ p[f"layers.{i}.attn.w{n}.weight"].T).view(batch, seq, -1, config.head_size).transpose(1, 2)
             for n in "qkv"
         )
+        if config.qk_norm:
+            q, k = norm(q, p[f"layers.{i}.attn.q_norm.weight"]), norm(k, p[f"layers.{i}.attn.k_norm.weight"])
         repeats = config.n_heads // config.kv_heads
         q, k, v = turn(q), turn(k).repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = (q @ k.transpose(2, 3) / config.head_size**0.5).masked_fill(hidden[:, None], -math.inf)
@@ -66,7 +69,7 @@ def reference_logits(weights: dict[str, Tensor], config: ModelConfig, ids: Tenso
     return norm(x, p["norm.weight"]) @ p.get("head.weight", p["embed.weight"]).T
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIED])
+@pytest.mark.parametrize("config", [CONFIG, TIED, QK_NORM], ids=["untied", "tied", "qk_norm"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)]
@@ -314,12 +317,13 @@ def test_plan_and_units_name_what_exists() -> None:
     modules = {name.replace(".0.", ".*.") for name, _ in model.named_modules()}
     assert set(Transformer.plan) <= modules
     assert set(Transformer.plan.values()) <= {
-        "colwise", "rowwise", "replicate", "sequence", "vocab_embedding", "vocab_loss"
+        "gather", "colwise", "colwise_kv", "rowwise", "sequence", "vocab_embedding", "vocab_loss"
     }  # fmt: skip
     owners = {
         name.rpartition(".")[0] for name, _ in model.named_parameters() if not name.startswith(("layers.1", "layers.2"))
     }
-    assert {owner.replace(".0.", ".*.") for owner in owners} == set(Transformer.plan)
+    gathered = {"layers.*.attn", "layers.*.mlp"}
+    assert {owner.replace(".0.", ".*.") for owner in owners} | gathered == set(Transformer.plan)
     assert model.get_submodule(Transformer.block_list) is model.layers and list(model.layers) == ["0", "1", "2"]
     assert model.fsdp_units() == [["embed"], ["norm", "head"]]
     assert Transformer(TIED).fsdp_units() == [["embed", "norm", "head"]]

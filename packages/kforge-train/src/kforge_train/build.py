@@ -19,7 +19,7 @@ from kforge_ckpt import Checkpointer, RngState
 from kforge_data import Loader, Tokenizer, TokenShards
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import Transformer, flops_per_token, model_shape
-from kforge_optim import Optimizer, build_optimizer
+from kforge_optim import LossScaler, Optimizer, build_optimizer
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, precision_of, shutdown
 from kforge_resilience import Guard, StopRequest
 from kforge_train.agree import check_agreement
@@ -40,6 +40,7 @@ class Job:
     loader: Loader
     heldout: TokenShards | None
     engine: PlainEngine
+    scaler: LossScaler
     guard: Guard
     stop: StopRequest
     checkpointer: Checkpointer
@@ -188,10 +189,16 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             config=config,
             mesh=mesh,
             model=model,
-            optimizer=build_optimizer(model, config.optim, config.train.steps),
+            optimizer=build_optimizer(model, config.optim, config.train.steps, storage=config.parallel.storage),
             loader=loader,
             heldout=TokenShards(data.heldout) if data.heldout else None,
             engine=PlainEngine(model, mesh, reduce_each=config.parallel.accumulate == "sharded"),
+            scaler=LossScaler(
+                enabled=config.parallel.precision == "fp16",
+                init_scale=config.optim.loss_scale_init,
+                growth_interval=config.optim.loss_scale_growth_steps,
+                device=mesh.device,
+            ),
             guard=Guard(config.resilience, mesh.device, on_event=tracker.on_event),
             stop=stop,
             checkpointer=Checkpointer(

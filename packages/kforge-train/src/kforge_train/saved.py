@@ -59,6 +59,11 @@ def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
             "another run with --train.run_dir"
         )
     for path, text in changes:
+        if path == "parallel.storage":
+            raise ConfigError(
+                f"the run at step {step} keeps its weights in another way: {text}. Go on with what it has, or start "
+                "another run with --train.run_dir"
+            )
         if not path.startswith("train.run_dir"):
             _log.info("changed since step %d: %s", step, text)
 

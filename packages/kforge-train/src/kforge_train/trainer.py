@@ -48,6 +48,7 @@ class Trainer:
             "model": job.model,
             "optim": job.optimizer,
             "loader": job.loader,
+            "scaler": job.scaler,
             "guard": job.guard,
             "tracker": job.tracker,
             "rng": job.rng,
@@ -60,14 +61,16 @@ class Trainer:
         with job.tracker.data_wait():
             window = job.loader.next()
         scored = job.engine.scored_tokens(window)
-        scale = 1.0 / scored.clamp(min=1)  # a window without a label to score changes nothing
-        loss = job.engine.forward_backward(window, scale)
-        norm = clip.total_norm(job.model.parameters())
+        boost = job.scaler.scale  # 1, but for fp16
+        scale = boost / scored.clamp(min=1)  # a window without a label to score changes nothing
+        loss = job.engine.forward_backward(window, scale) / boost
+        norm = clip.total_norm(job.model.parameters()) / boost
         factor = clip.clip_factor(norm, self.config.optim.clip_norm)
         vote = job.guard.vote(loss, norm, self.wants_stop(), step=self.next_step + 1)
         lr = max(job.optimizer.lrs().values())
-        job.optimizer.step(scale=factor, gate=vote.gate)
+        job.optimizer.step(scale=factor / boost, gate=vote.gate)
         job.optimizer.zero_grad()
+        job.scaler.update(vote.gate)
         self.next_step += 1
         job.tracker.step(
             self.next_step,

@@ -1,0 +1,95 @@
+"""Each transfer against its definition on one process: values, and gradients by autograd through the definition."""
+
+import pytest
+import torch
+
+from kforge_testing import run_ranks
+
+SHAPE, DIMS = (2, 6, 3), (0, 1, -2, -1)
+
+
+def inputs(world, cut=None, seed=0):
+    """One tensor a rank, float64, the same list on every rank; ``cut`` divides that dimension by the world."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = list(SHAPE)
+    if cut is not None:
+        shape[cut] = SHAPE[cut] * world if SHAPE[cut] % world else SHAPE[cut]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(world)]
+
+
+def definitions(name, xs, dim):
+    """What every rank gets, from what all put in."""
+    world = len(xs)
+    total = torch.stack(list(xs)).sum(0)
+    if name in ("copy", "summed"):
+        return list(xs)
+    if name == "reduce":
+        return [total] * world
+    if name in ("gather", "collect"):
+        return [torch.cat(list(xs), dim)] * world
+    if name == "scatter":
+        return list(total.chunk(world, dim))
+    return [x.chunk(world, dim)[rank] for rank, x in enumerate(xs)]  # split
+
+
+def transposes(name, xs, gs, dim):
+    """The gradient that every rank gets, from the gradients of all results."""
+    world = len(xs)
+    total = torch.stack(gs).sum(0)
+    if name in ("copy", "summed"):
+        return [total] * world
+    if name == "reduce":
+        return gs
+    if name == "gather":
+        return list(total.chunk(world, dim))
+    if name == "collect":
+        return [g.chunk(world, dim)[rank] for rank, g in enumerate(gs)]
+    return [torch.cat(gs, dim)] * world  # scatter, split
+
+
+def every_transfer(rank, world):
+    import torch.distributed as dist
+
+    from kforge_parallel import collectives
+
+    wrong = []
+    for name in ("copy", "summed", "reduce", "gather", "scatter", "collect", "split"):
+        for dim in DIMS if name in ("gather", "scatter", "collect", "split") else (None,):
+            cut = dim if name in ("scatter", "split") else None
+            xs = inputs(world, cut)
+            args = (dist.group.WORLD,) if dim is None else (dist.group.WORLD, dim)
+            # A transposed view comes in as well as a contiguous tensor.
+            for x in (xs[rank], xs[rank].detach().mT.contiguous().mT.requires_grad_()):
+                y = getattr(collectives, name)(x, *args)
+                expected = definitions(name, xs, dim)
+                gs = [
+                    torch.randn(e.shape, generator=torch.Generator().manual_seed(r + 9), dtype=torch.float64)
+                    for r, e in enumerate(expected)
+                ]
+                (grad,) = torch.autograd.grad(y, x, gs[rank])
+                same = torch.allclose(y, expected[rank], rtol=1e-14, atol=1e-14)
+                back = torch.allclose(grad, transposes(name, xs, gs, dim)[rank], rtol=1e-14, atol=1e-14)
+                if not (same and back and (dim is None or y.is_contiguous())):
+                    wrong.append((name, dim, same, back))
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_and_gradients_are_those_of_the_definitions(world):
+    assert run_ranks(every_transfer, world) == [[]] * world
+
+
+def summed_in_half_precision(rank, world):
+    import torch.distributed as dist
+
+    from kforge_parallel.collectives import summed
+
+    weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    part = [256.0, 1.0, 1.0, 1.0][rank]
+    (summed(weight, dist.group.WORLD) * part).sum().backward()
+    return weight.grad.item()
+
+
+def test_gradients_of_whole_weights_are_summed_wide_and_rounded_once():
+    """In bf16, 256 + 1 is 256: three ones would vanish one after the other. 259 rounds to 260."""
+    assert run_ranks(summed_in_half_precision, 4) == [260.0] * 4
