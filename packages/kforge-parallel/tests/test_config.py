@@ -1,19 +1,56 @@
+import dataclasses
+import inspect
+import re
+
 import pytest
 
 from kforge_parallel import ParallelConfig
 
+AXES = ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 
-@pytest.mark.parametrize("axis", ["dp_replicate", "tp", "cp", "pp", "ep"])
-def test_axes_that_do_not_exist_yet_are_refused_by_name(axis):
-    with pytest.raises(ValueError, match=rf"parallel\.{axis} = 2 is not available"):
-        ParallelConfig(**{axis: 2})
-    with pytest.raises(ValueError, match=rf"parallel\.{axis} = 0"):
-        ParallelConfig(**{axis: 0})
+
+@pytest.mark.parametrize("axis", AXES)
+def test_an_axis_is_a_number_or_what_is_left(axis):
+    others = {} if axis == "dp_shard" else {"dp_shard": 1}
+    for value in (1, 2, -1):
+        assert getattr(ParallelConfig(**{**others, axis: value}), axis) == value
+    for value in (0, -2):
+        with pytest.raises(ValueError, match=rf"parallel\.{axis} = {value} must be at least 1, or -1"):
+            ParallelConfig(**{**others, axis: value})
+
+
+def test_only_one_axis_takes_what_is_left():
+    with pytest.raises(ValueError, match=r"parallel\.dp_shard and parallel\.tp are -1, but only one axis can take"):
+        ParallelConfig(tp=-1)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("dp_shard", 0), ("dp_shard", -2), ("init_timeout_s", 0), ("step_timeout_s", -1)]
+    ("field", "value"),
+    [
+        ("ep", 0),
+        ("ep", -1),
+        ("prefetch", -1),
+        ("init_timeout_s", 0),
+        ("build_timeout_s", 0),
+        ("step_timeout_s", -1),
+        ("step_timeout_s", float("nan")),
+        ("step_timeout_s", float("inf")),
+    ],
 )
 def test_values_that_cannot_be_are_named(field, value):
-    with pytest.raises(ValueError, match=f"parallel.{field} = {value}"):
+    with pytest.raises(ValueError, match=rf"parallel\.{field} = {value}"):
         ParallelConfig(**{field: value})
+
+
+def test_split_storage_is_of_bf16_only():
+    with pytest.raises(ValueError, match=r"parallel\.storage = split .* parallel\.precision = fp32"):
+        ParallelConfig(storage="split", precision="fp32")
+
+
+def test_every_field_says_what_it_is():
+    source = inspect.getsource(ParallelConfig)
+    for field in dataclasses.fields(ParallelConfig):
+        said = re.search(rf'\n    {field.name}: [^\n]*\n    """(.*?)"""', source, re.S)
+        assert said, field.name
+        if field.name.endswith("_s"):
+            assert "in seconds" in said[1], field.name
