@@ -51,8 +51,15 @@ def test_json_is_the_table(capsys):
     assert told["axes"] == table.axes
     assert told["groups"] == table.groups
     assert told["ranks"][5] == {
-        **{"rank": 5, "host": 0, "pp": 0, "dp_replicate": 1, "dp_shard": 0, "cp": 0, "tp": 1},
-        **{"expert_shard": 1, "ep": 0},
+        "rank": 5,
+        "host": 0,
+        "pp": 0,
+        "dp_replicate": 1,
+        "dp_shard": 0,
+        "cp": 0,
+        "tp": 1,
+        "expert_shard": 1,
+        "ep": 0,
     }
 
 

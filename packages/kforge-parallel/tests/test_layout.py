@@ -33,6 +33,13 @@ def test_what_is_to_come_is_refused_with_what_to_set(axis):
         check_layout(ParallelConfig(**{axis: 2}), 4, shape)
 
 
+def test_what_is_to_come_is_refused_before_the_number_of_processes_is_looked_at():
+    with pytest.raises(ValueError, match=r"context parallelism is not available in this version"):
+        check_layout(ParallelConfig(cp=2), 1)
+    with pytest.raises(ValueError, match="1 processes cannot be divided"):
+        check_layout(ParallelConfig(tp=2), 1)
+
+
 def refusal(world, shape, row_tokens=None, **axes):
     with pytest.raises(ValueError) as info:
         check_layout(ParallelConfig(**axes), world, shape, row_tokens)

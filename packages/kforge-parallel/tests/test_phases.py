@@ -61,7 +61,7 @@ def test_every_group_waits_for_the_time_of_a_step_once_launched(tmp_path):
 
 def other_errors(rank, world):
     mesh = kp.launch(kp.ParallelConfig())
-    with pytest.raises(RuntimeError, match="^no time to lose$"), kp.phase("step", kp.ParallelConfig(), mesh):
+    with pytest.raises(RuntimeError, match="no time to lose"), kp.phase("step", kp.ParallelConfig(), mesh):
         raise RuntimeError("no time to lose")
     with pytest.raises(ZeroDivisionError), kp.phase("build", kp.ParallelConfig(), mesh):
         _ = 1 / 0

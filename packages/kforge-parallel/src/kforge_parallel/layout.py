@@ -47,7 +47,14 @@ def check_layout(
 
     Nothing is contacted. Raises ValueError with the numbers, the options and what to change.
     """
-    axes = resolve_axes(config, world_size)
+    try:
+        axes = resolve_axes(config, world_size)
+    except ValueError:
+        # No use in telling how many processes would fit what no number of them can train.
+        refused = LAYOUT_CLASSES[frozenset(name for name in (*AXES, "ep") if getattr(config, name) > 1)]
+        if refused is not None:
+            raise ValueError(refused) from None
+        raise
     if shape is not None:
         _check_shape(axes, shape)
     if row_tokens is not None and config.sequence_parallel and row_tokens % axes["tp"]:

@@ -136,7 +136,8 @@ def record_flights(env: MutableMapping[str, str] | None = None) -> dict[str, str
     return values
 
 
-def network_settings(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of this module that are set now: what an error about a network should show."""
+def network_settings(env: Mapping[str, str] | None = None) -> str:
+    """The variables that choose an interface, as they are now: what an error about a network should show."""
     env = os.environ if env is None else env
-    return {name: env[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in env}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return ", ".join(f"{name}={env[name]}" for name in names if name in env) or "no interface set"

@@ -80,11 +80,10 @@ def first_transfer(config: ParallelConfig, mesh: Mesh) -> None:
             work.wait(timedelta(seconds=config.build_timeout_s))  # with a time, NCCL's wait too ends here
             arrived = int(count.item())
         except (dist.DistError, RuntimeError) as error:
-            settings = ", ".join(f"{key}={value}" for key, value in network_settings().items()) or "unset"
             raise RuntimeError(
                 f"build: rank {mesh.rank} of {mesh.size} got no answer to its first transfer over {name} ({size} "
                 f"ranks) within {config.build_timeout_s:g} s (parallel.build_timeout_s). The processes have met, so "
-                f"either one has failed since, or the network interface is wrong ({settings}): set "
+                f"either one has failed since, or the network interface is wrong ({network_settings()}): set "
                 f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one that joins the hosts ({error})"
             ) from error
         if arrived != size:

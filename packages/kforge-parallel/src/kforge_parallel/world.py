@@ -10,17 +10,15 @@ import hashlib
 import logging
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kforge_parallel.config import ParallelConfig
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from kforge_parallel.mesh import Mesh
 
@@ -216,7 +214,7 @@ def launch(config: ParallelConfig | None = None, env: Mapping[str, str] | None =
         record_flights()
     if not dist.is_initialized():
         set_interfaces(world)
-        _join(config, world, device, f"{_job(env) or 'no job id'} | {axes}")
+        _join(config, world, device, _job(env), str(axes))
     elif dist.get_world_size() != world.size:
         raise RuntimeError(
             f"a process group of {dist.get_world_size()} exists already, but the environment says {world.size}"
@@ -227,77 +225,32 @@ def launch(config: ParallelConfig | None = None, env: Mapping[str, str] | None =
     return mesh
 
 
-# Address, port, rank and size -> the store there, and how often this process has met the others at it. The store
-# outlives the group: were it closed with it, a process that launches again could meet the one that is going away.
-_stores: dict[tuple[str, int, int, int], tuple[Any, int]] = {}
-
-
-def _join(config: ParallelConfig, world: World, device: torch.device, job: str) -> None:
+def _join(config: ParallelConfig, world: World, device: torch.device, job: str, layout: str) -> None:
     import torch.distributed as dist
 
+    from kforge_parallel.meeting import meet
+
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    wait = timedelta(seconds=config.init_timeout_s)
+    store = meet(world, config.init_timeout_s, job, layout) if world.size > 1 else dist.HashStore()
     try:
         dist.init_process_group(
             backend,
-            store=_meet(world, wait, job) if world.size > 1 else dist.HashStore(),
+            store=store,
             rank=world.rank,
             world_size=world.size,
-            timeout=wait,
+            timeout=timedelta(seconds=config.init_timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, OSError) as error:
-        raise RuntimeError(_why_not_met(config, world, str(error))) from error
+        from kforge_parallel.network import network_settings
+
+        raise RuntimeError(
+            f"start-up: rank {world.rank} of {world.size} ({world.source}) has met the others, but they could not "
+            f"connect for {backend} within {config.init_timeout_s:g} s (parallel.init_timeout_s). Either one has "
+            f"failed since, or the network interface is not one that joins the hosts ({network_settings()}): set "
+            f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME ({error})"
+        ) from error
     _log.debug("joined %s as rank %d of %d on %s", backend, world.rank, world.size, device)
-
-
-def _meet(world: World, wait: timedelta, job: str) -> dist.Store:
-    """The store at which all processes meet, kept by rank 0 or by torchrun's agent, with this rank claimed in it."""
-    import torch.distributed as dist
-
-    key = (world.address, world.port, world.rank, world.size)
-    if key not in _stores:
-        host = f"[{world.address}]" if ":" in world.address else world.address
-        # torch's own rendezvous: it knows whether torchrun's agent already keeps a store there.
-        store, _, _ = next(dist.rendezvous(f"tcp://{host}:{world.port}", world.rank, world.size, timeout=wait))
-        _stores[key] = (store, 0)
-    whole, times = _stores[key]
-    _stores[key] = (whole, times + 1)
-    whole.set_timeout(wait)
-    store = dist.PrefixStore(f"kforge/{times}", whole)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # an agent's store belongs to no other job
-        mine = f"{socket.gethostname()} process {os.getpid()}"
-        holder = store.compare_set(f"rank {world.rank}", "", mine).decode()
-        if holder != mine:
-            raise RuntimeError(f"another job meets there: its rank {world.rank} is {holder}")
-    if world.rank == 0:
-        store.set("job", job)
-    elif (theirs := store.get("job").decode()) != job:
-        raise RuntimeError(f"rank 0 there is of another job or layout: {theirs}, and this is {job}")
-    return store
-
-
-def _why_not_met(config: ParallelConfig, world: World, error: str) -> str:
-    where = f"{world.address}:{world.port}"
-    who = f"start-up: rank {world.rank} of {world.size} ({world.source})"
-    other = "or choose another port: MASTER_PORT, or torchrun's --master-port or --standalone"
-    if world.size == 1:
-        return f"{who} could not make a process group ({error})"
-    if "EADDRINUSE" in error:
-        return (
-            f"{who} cannot open port {world.port} on {world.address}: another process uses it. "
-            f"End that one, {other} ({error})"
-        )
-    if "another job" in error:
-        return f"{who} found others at {where}, port {world.port}, which are not its own. End them, {other} ({error})"
-    from kforge_parallel.network import network_settings
-
-    interfaces = ", ".join(f"{name}={value}" for name, value in network_settings().items()) or "unset"
-    return (
-        f"{who} did not find the others at {where} within {config.init_timeout_s:g} s (parallel.init_timeout_s). Are "
-        f"all {world.size} processes running, can this host reach {world.address}, and is the port the same for all? "
-        f"Network interfaces: {interfaces} ({error})"
-    )
 
 
 def shutdown() -> None:
