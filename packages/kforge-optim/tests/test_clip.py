@@ -79,43 +79,6 @@ def test_c42_norm_is_seen_and_factor_is_1(poison: float) -> None:
         assert clip.clip_factor(norm, max_norm) == 1.0
 
 
-def _stages(rank: int, world: int, case: str, p: float) -> tuple[float, float]:
-    """Each rank is a pipeline stage: its gradients have norm 3 or 4."""
-    holding = {}
-    if case == "planted":
-        named = [("w", with_gradient(torch.tensor([3.0 + rank, 0.0])))]
-    elif case == "idle":
-        named = [("w", with_gradient(torch.tensor([5.0]) if rank else None))]
-    elif case == "nothing":
-        named = [] if rank == 0 else [("w", with_gradient(torch.tensor([5.0])))]
-    else:
-        named = [("embed", with_gradient(torch.tensor([2.0]))), ("w", with_gradient(torch.tensor([3.0 + rank])))]
-        holding = {"embed": 2}
-    norm = clip.total_norm(named, norm_type=p, stages=2, stages_holding=holding)
-    return float(norm), float(clip.clip_factor(norm, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("case", "p", "expected"),
-    [
-        ("planted", 2.0, 5.0),
-        ("planted", 1.0, 7.0),
-        ("planted", math.inf, 4.0),
-        ("idle", 2.0, 5.0),
-        ("idle", math.inf, 5.0),
-        ("nothing", 2.0, 5.0),
-        ("tied", 2.0, math.sqrt(29)),
-        ("tied", 1.0, 9.0),
-    ],
-)
-def test_c16_pipeline_stages(case: str, p: float, expected: float) -> None:
-    results = run_ranks(_stages, 2, case, p)
-    for norm, factor in results:
-        assert norm == pytest.approx(expected, rel=1e-6)
-        assert factor == pytest.approx(1 / expected, rel=1e-5)
-    assert results[0][0] == results[1][0]
-
-
 def _gradients() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
     shapes = {"dense": (6, 10), "uneven": (3, 5), "experts": (4, 5, 3), "norm": (7,), "plain": (4,), "tiny": (1, 2)}
