@@ -6,9 +6,19 @@ from jobs import job, train, train_and_die, values
 from kforge_testing import RankFailure, run_ranks
 
 
-@pytest.mark.parametrize(("world", "optimizer"), [(1, "adamw"), (2, "adamw"), (2, "muon")])
-def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, optimizer):
-    common = {"train__steps": 20, "ckpt__every_steps": 10, "optim__name": optimizer, "parallel__precision": "bf16"}
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        pytest.param(1, {"parallel__storage": "split"}, id="1-split"),
+        pytest.param(2, {}, id="2"),
+        pytest.param(2, {"optim__name": "muon", "parallel__dp_replicate": 2}, id="2-muon-replicas"),
+        pytest.param(2, {"parallel__tp": 2, "parallel__precision": "fp16"}, id="2-tp-fp16"),
+        pytest.param(4, {"parallel__tp": 2, "parallel__storage": "split"}, id="4-tp-split"),
+    ],
+)
+def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, changes):
+    common = {"train__steps": 20, "ckpt__every_steps": 10, "parallel__precision": "bf16", "model__vocab_size": 64}
+    common |= changes
     whole = job(tokens, tmp_path / "whole", **common)
     assert run_ranks(train, world, whole, init=False) == [0] * world
     killed = job(tokens, tmp_path / "killed", **common)
@@ -23,18 +33,28 @@ def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, optimizer
     assert values(tmp_path / "killed", "loss", "eval") == values(tmp_path / "whole", "loss", "eval")
 
 
-def test_two_processes_then_four_then_one(tokens, tmp_path):
+LAYOUTS = [
+    pytest.param(({}, {}, {}), id="shards"),
+    pytest.param(({"dp_replicate": 2}, {"tp": 2}, {}), id="replicas-then-tp-and-shards"),
+    pytest.param(({"tp": 2}, {"dp_replicate": 2, "tp": 2}, {}), id="tp-then-tp-and-replicas"),
+]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_two_processes_then_four_then_one(tokens, tmp_path, layouts):
     """Losses equal those of one process that never stopped, and each sample is seen exactly once."""
-    common = {"train__steps": 12, "ckpt__every_steps": 4}
+    common = {"train__steps": 12, "ckpt__every_steps": 4, "model__vocab_size": 64, "model__tie_embeddings": True}
     whole = job(tokens, tmp_path / "whole", **common)
     ((code, expected_rows),) = run_ranks(train_noting_rows, 1, whole, None, init=False)
     assert code == 0
 
-    config = job(tokens, tmp_path / "moved", **common)
     seen = []
-    for world, die_at in ((2, 4), (4, 8), (1, None)):
+    for world, die_at, layout in zip((2, 4, 1), (4, 8, None), layouts, strict=True):
+        axes = {f"parallel__{axis}": size for axis, size in layout.items()}
+        config = job(tokens, tmp_path / "moved", **common, **axes)
         ranks = run_ranks(train_noting_rows, world, config, die_at, init=False)
-        seen += [row for _, rows in ranks for row in rows]
+        readers = range(0, world, layout.get("tp", 1))  # the ranks of a tensor-parallel group read the same rows
+        seen += [row for rank in readers for row in ranks[rank][1]]
     assert sorted(seen) == sorted(expected_rows)
     assert len(seen) == 12 * 8
     expected, got = values(tmp_path / "whole", "loss"), values(tmp_path / "moved", "loss")

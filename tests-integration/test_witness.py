@@ -24,10 +24,12 @@ CHANGES = {
     "model.norm_eps": 1e-2,
     "model.tie_embeddings": True,
     "model.init_std": 0.1,
+    "model.qk_norm": True,
     "model.loss_chunk_tokens": 7,
     "parallel.precision": "fp32",
     "parallel.recompute": "full",
     "parallel.reshard_after_forward": False,
+    "parallel.prefetch": 1,
     "data.heldout": "",
     "data.row_tokens": 16,
     "data.global_rows": 4,
@@ -68,6 +70,10 @@ BASE = {
     "optim.muon_ns_steps": ({"optim__name": "muon"}, 2),
     "optim.muon_ns_dtype": ({"optim__name": "muon", "parallel__precision": "fp32"}, "bfloat16"),
     "optim.adamw_lr": ({"optim__name": "muon"}, 1e-3),
+    "optim.loss_scale_init": ({"parallel__precision": "fp16"}, 2.0),
+    "optim.loss_scale_growth_steps": ({"parallel__precision": "fp16"}, 2),
+    "parallel.storage": ({"parallel__precision": "bf16"}, "split"),
+    "parallel.accumulate": ({"data__microbatch_rows": 4}, "sharded"),
     "ckpt.keep_last": ({"ckpt__every_steps": 1}, 1),
     "ckpt.keep_every": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1}, 2),
 }
@@ -75,11 +81,13 @@ BASE = {
 ERRORS = {
     "model.max_seq_len": (16, "longer than model.max_seq_len = 16"),
     "parallel.dp_shard": (2, "wants 2 processes"),
-    "parallel.dp_replicate": (2, "not available"),
-    "parallel.tp": (2, "not available"),
-    "parallel.cp": (2, "not available"),
-    "parallel.pp": (2, "not available"),
-    "parallel.ep": (2, "not available"),
+    "parallel.dp_replicate": (2, "cannot be divided"),
+    "parallel.tp": (2, "cannot be divided"),
+    "parallel.async_tp": (True, "works on CUDA only"),
+    "parallel.cpu_offload": (True, "works on CUDA only"),
+    "parallel.cp": (2, "cannot be divided"),
+    "parallel.pp": (2, "cannot be divided"),
+    "parallel.ep": (2, "parallel.ep = 2 does not divide"),
     "parallel.device": ("cuda", "sees no CUDA device"),
     "data.train": ("nowhere", "no such folder"),
     "data.tokenizer": ("nowhere.json", "data.tokenizer"),
@@ -88,6 +96,8 @@ ELSEWHERE = {
     "parallel.compile": "test_compile_compiles",
     "parallel.init_timeout_s": "test_time_outs_reach_the_group",
     "parallel.step_timeout_s": "test_time_outs_reach_the_group",
+    "parallel.build_timeout_s": "test_time_outs_reach_the_group",
+    "parallel.sequence_parallel": "test_sequence_parallel_cuts_rows",
     "resilience.nonfinite": "test_abort_ends_all_ranks_with_its_own_code (test_signals.py)",
     "resilience.max_skipped_in_a_row": "test_too_many_skipped_steps_end_the_run",
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
@@ -115,19 +125,23 @@ def facets(config, run_dir):
     from contextlib import redirect_stderr, redirect_stdout
 
     import torch
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     from kforge_parallel import full_parameters
     from kforge_train.build import build
     from kforge_train.trainer import Trainer
 
-    seen = {"block calls": 0}
+    seen = {"block calls": 0, "reduced before": False}
     console = io.StringIO()
     with redirect_stderr(console), redirect_stdout(console), build(config) as parts:
         block = parts.model.layers["0"]
 
+        sharded = list(parts.model.parameters())
+
         def look(module, *_):
             seen["block calls"] += 1
+            seen["reduced before"] |= sharded[-1].grad is not None
             seen["compute dtype"] = module.wq.weight.dtype
 
         block.attn.register_forward_pre_hook(look)
@@ -148,7 +162,11 @@ def facets(config, run_dir):
         seen["handlers"] = [signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR2)]
         seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
         seen["chunk"] = parts.model.head.chunk_tokens
+        if isinstance(block, FSDPModule):
+            seen["prefetched"] = len(block._get_fsdp_state()._states_to_forward_prefetch)
         seen["code"] = trainer.run()
+        seen["loss scale"] = parts.scaler.scale.item()
+        seen["states"] = sorted({kind for state in parts.optimizer.state_dict()["state"].values() for kind in state})
         weights = full_parameters(parts.model)
         seen["weights"] = {n: (tuple(p.shape), p.dtype, p.sum().item()) for n, p in weights.items()}
         seen["steps"], seen["checkpoints"] = trainer.next_step, parts.checkpointer.steps()
@@ -190,7 +208,7 @@ def without_place(seen):
     return {**seen, "files": [Path(p).name for p in seen["files"]]}
 
 
-@pytest.mark.parametrize("path", [*CHANGES.keys() - BASE.keys(), *BASE])
+@pytest.mark.parametrize("path", [*sorted(CHANGES.keys() - BASE.keys()), *BASE])
 def test_a_field_changed_alone_shows(tokens, tmp_path, base_facets, path):
     common, value = BASE.get(path) or ({}, CHANGES[path])
     if path in ("ckpt.dir", "train.run_dir"):
@@ -241,27 +259,62 @@ def test_compile_compiles(tokens, tmp_path):
 def group_options(rank, world, config):
     import torch.distributed as dist
 
+    from kforge_parallel import phases
     from kforge_train.build import build
+    from kforge_train.trainer import Trainer
 
-    asked = {}
-    init, store = dist.init_process_group, dist.rendezvous
+    asked = {"build": [], "step": []}
+    init, wait = dist.init_process_group, phases.set_group_timeout
 
     def init_process_group(*args, **kwargs):
-        asked["step"] = kwargs["timeout"].total_seconds()
+        asked["init group"] = kwargs["timeout"].total_seconds()
         return init(*args, **kwargs)
 
-    def rendezvous(*args, **kwargs):
-        asked["init"] = kwargs["timeout"].total_seconds()
-        return store(*args, **kwargs)
+    def set_group_timeout(seconds, group):
+        asked["groups"] = seconds
+        return wait(seconds, group)
 
-    dist.init_process_group, dist.rendezvous = init_process_group, rendezvous
-    with build(config):
-        return asked
+    dist.init_process_group = init_process_group
+    phases.set_group_timeout = set_group_timeout
+
+    class Looks(Trainer):
+        def restore(self):
+            asked["build"] = asked["groups"]
+            super().restore()
+
+        def step(self):
+            asked["step"] = asked.pop("groups", asked["step"])
+            return super().step()
+
+    with build(config) as parts:
+        Looks(parts).run()
+    return asked
 
 
 def test_time_outs_reach_the_group(tokens, tmp_path):
-    config = base_job(tokens, tmp_path, parallel__init_timeout_s=41, parallel__step_timeout_s=42)
-    assert run_ranks(group_options, 2, config, init=False)[0] == {"init": 41, "step": 42}
+    options = {"parallel__init_timeout_s": 41, "parallel__build_timeout_s": 43, "parallel__step_timeout_s": 42}
+    config = base_job(tokens, tmp_path, **options)
+    expected = {"init group": 41, "build": 43, "step": 42}
+    assert run_ranks(group_options, 2, config, init=False) == [expected] * 2
+
+
+def rows_between_matrices(rank, world, config):
+    from kforge_train.build import build
+    from kforge_train.engine import rows_of
+
+    with build(config) as parts:
+        shapes = []
+        parts.model.layers["0"].register_forward_hook(lambda module, inputs, output: shapes.append(output.shape[1]))
+        (batch,) = parts.loader.next()
+        parts.model(batch["input_ids"], rows_of(batch))
+        return shapes
+
+
+def test_sequence_parallel_cuts_rows(tokens, tmp_path):
+    for sequence_parallel, tokens_held in ((True, 16), (False, 32)):
+        options = {"parallel__tp": 2, "model__vocab_size": 64, "parallel__sequence_parallel": sequence_parallel}
+        config = base_job(tokens, tmp_path / str(sequence_parallel), **options)
+        assert run_ranks(rows_between_matrices, 2, config, init=False) == [[tokens_held]] * 2
 
 
 def all_bad(rank, world, config):

@@ -20,7 +20,7 @@ from kforge_data import Loader, Tokenizer, TokenShards
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import Transformer, flops_per_token, model_shape
 from kforge_optim import LossScaler, Optimizer, build_optimizer
-from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, precision_of, shutdown
+from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
 from kforge_resilience import Guard, StopRequest
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig
@@ -169,7 +169,8 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
     check_agreement({**facts, "version of a package": versions(), "training data": source.fingerprint})
 
     with RunLock(run_dir, mesh.rank), StopRequest(config.resilience.stop_signals) as stop:
-        model = build_model(config, mesh)
+        with phase("build", config.parallel, mesh):
+            model = build_model(config, mesh)
         data = config.data
         loader = Loader(
             source,

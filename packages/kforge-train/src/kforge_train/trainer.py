@@ -10,7 +10,7 @@ import torch
 
 from kforge_ckpt import CheckpointError
 from kforge_optim import clip
-from kforge_parallel import precision_of, precision_table
+from kforge_parallel import phase, precision_of, precision_table
 from kforge_resilience import exitcodes
 from kforge_train.agree import check_replicas
 from kforge_train.build import Job, build, versions
@@ -86,8 +86,9 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step, or until all ranks agree to stop. Returns the exit code."""
         config, job = self.config, self.job
-        self.restore()
-        check_replicas(job.model)
+        with phase("build", config.parallel, job.mesh):
+            self.restore()
+            check_replicas(job.model)
         if job.mesh.rank == 0:
             save_config(config)
         self.report_start()
@@ -189,7 +190,7 @@ class Trainer:
 def run(config: JobConfig) -> int:
     """Train a job in this process and return the exit code. Every process of the job calls it."""
     torch.set_float32_matmul_precision(precision_of(config.parallel.precision).matmul)
-    with build(config) as job:
+    with build(config) as job, phase("step", config.parallel, job.mesh):
         try:
             return Trainer(job).run()
         except CheckpointError as error:  # a full disk, say: known well enough to be told without a traceback
