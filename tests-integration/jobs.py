@@ -13,10 +13,10 @@ from kforge_train.resolve import resolve_config
 VOCAB = 61
 
 
-def write_tokens(folder, documents, seed):
+def write_tokens(folder, documents, seed, vocab_size=VOCAB):
     """Token shards of documents in which each id mostly follows from the one before."""
     rng = np.random.default_rng(seed)
-    with ShardWriter(folder, vocab_size=VOCAB, eos_id=0, shard_tokens=2000) as writer:
+    with ShardWriter(folder, vocab_size=vocab_size, eos_id=0, shard_tokens=2000) as writer:
         for _ in range(documents):
             ids = [int(rng.integers(1, VOCAB))]
             for _ in range(int(rng.integers(0, 60))):

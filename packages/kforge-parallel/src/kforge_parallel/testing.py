@@ -162,8 +162,8 @@ class Comparison:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of `compare` by default: torch's AdamW at a rate of 1e-2."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """The optimizer of `compare` by default: torch's AdamW at a rate of 1e-3."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def scored(batch: Mapping[str, Tensor]) -> int:
@@ -353,6 +353,13 @@ def _cut(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
 
 def full(tensor: Tensor) -> Tensor:
     """A copy of a tensor, or of the whole that a DTensor is a part of. Collective for DTensors."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        # One mesh dimension after the other, from the slowest: torch warns of what it does in one go.
+        for dim in range(tensor.device_mesh.ndim):
+            placements = [*(Replicate() for _ in range(dim + 1)), *tensor.placements[dim + 1 :]]
+            tensor = tensor.redistribute(placements=placements)
+        tensor = tensor.to_local()
+    return tensor.clone()

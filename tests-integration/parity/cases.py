@@ -1,0 +1,123 @@
+"""What is compared with one process, as plain data: layouts × models × variants.
+
+A new axis is new rows here: its layouts, and the models and variants that they are run with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB = 64
+ROWS, TOKENS = 12, 16  # of a global batch: 4 data ranks with 3 microbatches have a row each
+STEPS = 3
+SILENT_ROW = 5  # nothing in it is scored
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "shard2": {"dp_shard": 2},
+    "shard4": {"dp_shard": 4},
+    "rep2": {"dp_replicate": 2},
+    "rep4": {"dp_replicate": 4},
+    "rep2-shard2": {"dp_replicate": 2, "dp_shard": 2},
+    "tp2": {"tp": 2},
+    "tp2-whole": {"tp": 2, "sequence_parallel": False},
+    "tp4": {"tp": 4},  # two key/value heads on four ranks
+    "tp4-whole": {"tp": 4, "sequence_parallel": False},
+    "shard2-tp2": {"dp_shard": 2, "tp": 2},
+    "shard2-tp2-whole": {"dp_shard": 2, "tp": 2, "sequence_parallel": False},
+    "rep2-tp2": {"dp_replicate": 2, "tp": 2},
+    "rep2-tp2-whole": {"dp_replicate": 2, "tp": 2, "sequence_parallel": False},
+    "rep2-shard2-tp2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    "rep2-shard2-tp2-whole": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "sequence_parallel": False},
+}
+"""Name -> fields of ParallelConfig; axes that are not named are 1."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_embeddings": True},
+    "qk-norm": {"qk_norm": True},
+    "one-kv": {"n_kv_heads": 1, "loss_chunk_tokens": 7},
+}
+"""Name -> fields of ModelConfig that differ from SHAPE."""
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 32,
+    "init_std": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model is trained in a layout."""
+
+    packed: bool = True
+    """Several documents a row, against one."""
+    accumulate: int = 1
+    """Microbatches of each data rank in a step."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Further fields of ParallelConfig."""
+    precision: str = "fp64"
+
+    @property
+    def reference(self) -> str:
+        """What of it one process must be asked for."""
+        return f"{'packed' if self.packed else 'plain'}-{self.precision}"
+
+
+FULL = {"recompute": "full"}
+VARIANTS: dict[str, Variant] = {
+    "packed": Variant(),
+    "packed-3": Variant(accumulate=3),
+    "packed-full": Variant(parallel=FULL),
+    "packed-3-full": Variant(accumulate=3, parallel=FULL),
+    "plain": Variant(packed=False),
+    "plain-3": Variant(packed=False, accumulate=3),
+    "plain-full": Variant(packed=False, parallel=FULL),
+    "plain-3-full": Variant(packed=False, accumulate=3, parallel=FULL),
+    "fp32": Variant(precision="fp32"),
+    "compiled": Variant(parallel={"compile": True}),
+    "kept": Variant(accumulate=3, parallel={"reshard_after_forward": False, "prefetch": 1}),
+}
+EXACT = tuple(name for name in VARIANTS if name.startswith(("packed", "plain")))
+SOME = ("packed-3-full", "plain")
+
+TABLE: list[tuple[str, str, tuple[str, ...]]] = [
+    *((layout, "untied", (*EXACT, "fp32")) for layout in LAYOUTS),
+    *((layout, "tied", SOME) for layout in LAYOUTS),
+    *((layout, model, SOME) for layout in ("tp2", "tp2-whole", "tp4", "shard2-tp2") for model in ("qk-norm", "one-kv")),
+    *((layout, "qk-norm", SOME) for layout in ("shard2", "rep2-shard2-tp2")),
+    *((layout, "tied", ("compiled", "kept")) for layout in ("shard2", "tp2", "shard2-tp2", "rep2-shard2")),
+]
+"""(layout, model, variants): each line is one start of processes, which run its variants one after the other."""
+
+
+def axes_of(layout: str) -> dict[str, int]:
+    """The sizes of a layout's axes, those of 1 left out."""
+    return {name: size for name, size in LAYOUTS[layout].items() if type(size) is int and size > 1}
+
+
+def world_of(layout: str) -> int:
+    """How many processes a layout takes."""
+    world = 1
+    for size in axes_of(layout).values():
+        world *= size
+    return world
+
+
+def class_of(layout: str) -> str:
+    """The axes above 1, in words: what `LAYOUT_CLASSES` accepts or refuses."""
+    return " × ".join(sorted(axes_of(layout))) or "one process"
+
+
+def counts() -> dict[str, int]:
+    """Class of layouts -> number of cases in the table."""
+    found: dict[str, int] = {}
+    for layout, _, variants in TABLE:
+        found[class_of(layout)] = found.get(class_of(layout), 0) + len(variants)
+    return found

@@ -1,0 +1,43 @@
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # cases.py, worker.py, jobs.py, under importlib import mode
+
+import pytest
+from cases import VOCAB
+
+from kforge_testing import ranks
+
+# The fork server imports what every worker needs once, where nothing has started it before.
+ranks.PRELOAD += ["kforge_model", "kforge_train.evaluate", "kforge_parallel.testing", "worker"]
+
+REPORTS = []
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory):
+    """Folder of what one process computes: held-out tokens, and a file for each model, kind of rows and precision."""
+    from jobs import write_tokens
+    from worker import write_references
+
+    from kforge_testing import run_ranks
+
+    folder = tmp_path_factory.mktemp("references")
+    write_tokens(folder / "heldout", documents=20, seed=2, vocab_size=VOCAB)
+    run_ranks(write_references, 1, str(folder), timeout_s=100)
+    return folder
+
+
+def pytest_runtest_logreport(report):
+    # Properties of a test travel from pytest-xdist's workers to the process that started them.
+    if report.when == "call":
+        REPORTS.extend(value for name, value in report.user_properties if name == "parity")
+
+
+def pytest_sessionfinish(session):
+    if os.environ.get("KFORGE_KEEP") and REPORTS and not hasattr(session.config, "workerinput"):
+        from kept import write
+
+        write(REPORTS)

@@ -1,0 +1,377 @@
+"""Faults that layouts have had, each planted in a process before a case is run, and the case that must find it.
+
+A fault is a function that puts something wrong in the place of a part of the product. It is planted in the processes
+of the layout only: the reference is computed without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+import kforge_model.head_loss
+import kforge_model.init
+import kforge_model.transformer
+import kforge_optim.adamw
+import kforge_optim.clip
+import kforge_parallel.activation
+import kforge_parallel.build
+import kforge_parallel.collectives
+import kforge_parallel.mesh
+import kforge_parallel.tensor
+import kforge_train.engine
+import kforge_train.evaluate
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault and what finds it."""
+
+    what: str
+    """The fault in words."""
+    plant: Callable[[], None]
+    layout: str
+    model: str
+    """A model of cases.py, or "foreign"."""
+    variant: str
+    kind: str
+    """What must differ: a kind of `kforge_parallel.testing`, or the words of the error that must come."""
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(what: str, layout: str, model: str = "untied", variant: str = "packed", kind: str = "gradients"):
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        MUTATIONS[function.__name__.replace("_", "-")] = Mutation(what, function, layout, model, variant, kind)
+        return function
+
+    return register
+
+
+def plant(name: str) -> None:
+    """Put the fault into this process."""
+    MUTATIONS[name].plant()
+
+
+# ---------------------------------------------------------------------------------------------------- sums
+
+
+@mutation("the divide factor is set on the root only", "shard2")
+def factor_on_the_root_only():
+    setter, seen = FSDPModule.set_gradient_divide_factor, []
+
+    def set_factor(self, factor):
+        if not seen:  # the root is the first of a model's modules
+            seen.append(self)
+            setter(self, factor)
+
+    FSDPModule.set_gradient_divide_factor = set_factor
+
+
+@mutation("gradients are means over ranks", "shard2")
+def mean_instead_of_sum():
+    shard = kforge_parallel.build.shard
+    kforge_parallel.build.shard = lambda *args, **kw: shard(*args, **{**kw, "gradients": "mean"})
+
+
+@mutation("replicas do not sum their gradients", "rep2")
+def replicas_not_summed():
+    flag = kforge_train.engine.set_last_microbatch
+
+    def shards_only(model, last):
+        flag(model, last)
+        model.set_requires_all_reduce(False)
+
+    kforge_train.engine.set_last_microbatch = shards_only
+
+
+@mutation("each rank counts its own tokens only", "shard2")
+def tokens_counted_locally():
+    kforge_train.engine.dist = SimpleNamespace(all_reduce=lambda *args, **kw: None)
+
+
+@mutation("tokens are counted once for every tensor-parallel rank", "tp2")
+def tokens_counted_for_each_copy():
+    kforge_parallel.mesh.Mesh.copies = property(lambda self: 1)
+
+
+@mutation("the mean of microbatch means", "one", variant="packed-3")
+def means_of_microbatches():
+    whole = kforge_train.engine.PlainEngine.forward_backward
+
+    def forward_backward(self, window, scale):
+        parts = []
+        for batch in window:
+            here = (batch["labels"] != -100).sum().clamp(min=1).to(torch.float64)
+            parts.append(whole(self, [batch], 1 / here / len(window)))
+        return torch.stack(parts).sum()
+
+    kforge_train.engine.PlainEngine.forward_backward = forward_backward
+
+
+@mutation("gradients are reduced in all microbatches but the last", "shard2", variant="packed-3")
+def last_microbatch_inverted():
+    flag = kforge_train.engine.set_last_microbatch
+    kforge_train.engine.set_last_microbatch = lambda model, last: flag(model, not last)
+
+
+@mutation("gradients of the step before are left in place", "one")
+def gradients_not_dropped():
+    import kforge_optim
+
+    kforge_optim.Optimizer.zero_grad = lambda self: None
+
+
+# ---------------------------------------------------------------------------------------------------- the batch
+
+
+@mutation("positions run on over the documents of a row", "one")
+def positions_not_reset():
+    rows_of = kforge_train.engine.rows_of
+
+    def running_on(batch):
+        rows = rows_of(batch)
+        return replace(rows, position_ids=torch.arange(rows.position_ids.shape[1]).expand_as(rows.position_ids) % 7)
+
+    kforge_train.engine.rows_of = running_on
+
+
+@mutation("documents of a row see one another", "one")
+def document_mask_dropped():
+    rows_of = kforge_train.engine.rows_of
+    kforge_train.engine.rows_of = lambda batch: replace(rows_of(batch), doc_ids=None, cu_seqlens=None)
+
+
+@mutation("ranks of a tensor-parallel group read different rows", "shard2-tp2")
+def data_rank_differs_over_tp():
+    kforge_parallel.mesh.Mesh.data_rank = property(lambda self: self.rank % self.data_size)
+
+
+@mutation("all data ranks read the same rows", "shard2")
+def data_rank_always_0():
+    kforge_parallel.mesh.Mesh.data_rank = property(lambda self: 0)
+
+
+@mutation("evaluation counts rows of padding", "shard2", kind="evaluation")
+def padding_evaluated():
+    batches = kforge_train.evaluate.evaluation_batches
+
+    def scored(*args, **kw):
+        for batch in batches(*args, **kw):
+            empty = (batch["labels"] == -100).all(1, keepdim=True)
+            yield {**batch, "labels": batch["labels"].masked_fill(empty, 0)}
+
+    kforge_train.evaluate.evaluation_batches = scored
+
+
+@mutation("evaluation is each rank's own", "shard2", kind="evaluation")
+def evaluation_not_summed():
+    kforge_train.evaluate.dist = SimpleNamespace(all_reduce=lambda *args, **kw: None)
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+@mutation("every shard is filled with the same numbers", "shard2")
+def same_values_on_all_shards():
+    kforge_model.init.local_box = lambda tensor: (tensor.to_local(), (0,) * tensor.ndim)
+
+
+@mutation("every tensor-parallel part is filled with the same numbers", "tp2")
+def same_values_on_all_parts():
+    kforge_model.init.local_box = lambda tensor: (tensor.to_local(), (0,) * tensor.ndim)
+
+
+@mutation("embedding and head come untied", "shard2", "tied")
+def untied():
+    _untie()
+    kforge_parallel.build._tied = lambda model: []
+
+
+@mutation("embedding and head come untied, noticed while building", "shard2", "tied", kind="changed the names or the")
+def untied_and_noticed():
+    _untie()
+
+
+def _untie():
+    shard = kforge_parallel.build.shard
+
+    def apart(model, *args, **kw):
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+        kforge_model.transformer.Transformer.tie = lambda self: None
+        shard(model, *args, **kw)
+
+    kforge_parallel.build.shard = apart
+
+
+@mutation("ranks keep random values of their own", "shard2", "foreign")
+def values_not_shared():
+    kforge_parallel.build._share_values = lambda model, mesh: None
+
+
+@mutation("ranks take each other's part of a weight", "tp2", "foreign")
+def parts_exchanged():
+    cut = kforge_parallel.tensor._Split.cut
+
+    def other(self, name, parameter, word):
+        rank, self.rank = self.rank, (self.rank + 1) % self.size
+        try:
+            return cut(self, name, parameter, word)
+        finally:
+            self.rank = rank
+
+    kforge_parallel.tensor._Split.cut = other
+
+
+@mutation("an entry of the plan matches nothing", "tp2", kind="matches no module and no parameter")
+def plan_entry_without_match():
+    plan = kforge_model.transformer.Transformer.plan
+    kforge_model.transformer.Transformer.plan = {**plan, "layers.*.mlp.w_gate_up": "colwise"}
+
+
+@mutation("the plan forgets a weight", "tp2", kind="the plan says nothing of")
+def plan_without_a_weight():
+    plan = dict(kforge_model.transformer.Transformer.plan)
+    del plan["norm"]
+    kforge_model.transformer.Transformer.plan = plan
+
+
+# ---------------------------------------------------------------------------------------------------- optimizer
+
+
+@mutation("each rank clips by the norm of its own shards", "shard2", kind="norm")
+def clip_by_local_norm():
+    alone = SimpleNamespace(**{name: getattr(dist, name) for name in ("is_available", "is_initialized", "ReduceOp")})
+    alone.get_world_size, alone.all_reduce = dist.get_world_size, lambda *args, **kw: None
+    kforge_optim.clip.dist = alone
+
+
+@mutation("the norm counts weights that all tensor-parallel ranks hold once for each", "tp2", kind="norm")
+def norm_counts_copies():
+    kforge_optim.clip.distinct_shards = lambda parameter: dist.get_world_size()
+
+
+@mutation("a rank leaves out the update of a weight", "shard2", kind="weights")
+def shard_not_stepped():
+    update = kforge_optim.adamw.AdamW.update
+
+    def all_but_one(self, slots, **kw):
+        update(self, slots[1:] if dist.get_rank() == 1 else slots, **kw)
+
+    kforge_optim.adamw.AdamW.update = all_but_one
+
+
+# ---------------------------------------------------------------------------------------------------- tensor parallel
+
+
+@mutation("gradients of norms are not summed under sequence parallelism", "tp2")
+def norm_gradient_not_summed():
+    kforge_parallel.tensor.summed = lambda weight, group: weight
+
+
+@mutation("gradients of head norms are not summed", "tp2-whole", "qk-norm", "plain")
+def head_norm_gradient_not_summed():
+    kforge_parallel.tensor.summed = lambda weight, group: weight
+
+
+@mutation("the gradient at the entry of a split product is not summed", "tp2-whole")
+def entry_gradient_not_summed():
+    kforge_parallel.collectives._Copy.backward = staticmethod(lambda ctx, grad: (grad, None))
+
+
+@mutation("the gradient at the exit of a split product is summed once more", "tp2-whole")
+def exit_gradient_summed():
+    backward = staticmethod(lambda ctx, grad: (grad * 2, None))
+    kforge_parallel.collectives._Reduce.backward = backward
+
+
+@mutation("parts of rows are joined in the wrong order", "tp2")
+def joined_in_wrong_order():
+    join = kforge_parallel.collectives.join_parts
+
+    def turned(x, group, dim):
+        return join(x, group, dim).roll(x.shape[dim], dim)
+
+    kforge_parallel.collectives.join_parts = turned
+
+
+@mutation("a rank takes the wrong one of the shared key/value heads", "tp4")
+def wrong_kv_head():
+    def rows(self, weight):
+        size = weight.shape[0] // self.kv_heads
+        return weight.narrow(0, self.rank % self.kv_heads * size, size)
+
+    kforge_parallel.tensor._Split.own_head_rows = rows
+
+
+@mutation("gradients of shared key/value heads are not summed", "tp4")
+def shared_kv_gradient_not_summed():
+    summed = kforge_parallel.tensor.summed
+    kforge_parallel.tensor.summed = lambda weight, group: weight if weight.ndim > 1 else summed(weight, group)
+
+
+@mutation("a bias is added by every rank before the sum", "tp2", "foreign")
+def bias_on_every_rank():
+    replace_forward = kforge_parallel.tensor._replace_forward
+
+    def with_bias_inside(module, **kw):
+        replace_forward(module, **{**kw, "bias": None})
+
+    kforge_parallel.tensor._replace_forward = with_bias_inside
+
+
+@mutation("the loss takes each rank's own greatest logit", "tp2")
+def loss_without_maximum():
+    _loss_without(dist.ReduceOp.MAX)
+
+
+@mutation("the loss takes each rank's own sum of exponentials", "tp2")
+def loss_without_sum():
+    _loss_without(dist.ReduceOp.SUM)
+
+
+def _loss_without(left_out):
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
+        if op != left_out:
+            dist.all_reduce(tensor, op, group)
+
+    kforge_model.head_loss.dist = SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp)
+
+
+@mutation("every rank's part of the vocabulary starts at 0 in the loss", "tp2")
+def loss_vocabulary_starts_at_0():
+    loss = kforge_model.head_loss.linear_cross_entropy
+    kforge_model.head_loss.linear_cross_entropy = lambda *args, **kw: loss(*args, **{**kw, "vocab_start": 0})
+
+
+@mutation("every rank's part of the vocabulary starts at 0 in the embedding", "tp2")
+def embedding_vocabulary_starts_at_0():
+    look_up = kforge_parallel.tensor._Split.look_up_own_rows
+
+    def from_0(self, module, rows):
+        rank, self.rank = self.rank, 0
+        try:
+            look_up(self, module, rows)
+        finally:
+            self.rank = rank
+
+    kforge_parallel.tensor._Split.look_up_own_rows = from_0
+
+
+# ---------------------------------------------------------------------------------------------------- recomputation
+
+
+@mutation("a block that is run again forgets where its input came from", "one", variant="packed-full")
+def recomputed_from_a_copy():
+    checkpoint = kforge_parallel.activation.checkpoint
+
+    def cut_off(forward, x, *args, **kw):
+        return checkpoint(forward, x.detach().requires_grad_(), *args, **kw)
+
+    kforge_parallel.activation.checkpoint = cut_off

@@ -1,0 +1,208 @@
+"""What the processes of a case do: a few steps by the product's own parts, and the same by plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from cases import LAYOUTS, MODELS, ROWS, SHAPE, SILENT_ROW, STEPS, TABLE, TOKENS, VARIANTS, VOCAB
+
+from kforge_data import TokenShards, evaluation_batches
+from kforge_model import ModelConfig, Transformer
+from kforge_optim import OptimConfig, build_optimizer, clip
+from kforge_parallel import ParallelConfig, launch, parallelize
+from kforge_parallel.testing import LIMITS, Trajectory, differences, full
+from kforge_train.engine import PlainEngine, rows_of
+from kforge_train.evaluate import evaluate
+
+SEED = 3
+CLIP = 0.5
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+# In float32 AdamW turns the rounding of small gradients into steps: smaller ones, and none where all is rounding.
+LR, EPS = {"fp64": 1e-2, "fp32": 1e-3}, {"fp64": 1e-8, "fp32": 1e-5}
+
+
+def optim_config(precision):
+    return OptimConfig(lr=LR[precision], schedule="constant", clip_norm=CLIP, eps=EPS[precision])
+
+
+def data_config(packed):
+    """What evaluation reads of a job: 5 rows in microbatches of 2, so that some ranks get rows of padding."""
+    data = SimpleNamespace(row_tokens=TOKENS, microbatch_rows=2, global_rows=ROWS, isolate_documents=packed)
+    return SimpleNamespace(data=data)
+
+
+EVALUATION_ROWS = 5
+
+
+@cache
+def rows(step, packed):
+    """The global batch of a step, row by row: ids, labels, positions, document numbers and their lengths."""
+    rng = np.random.default_rng(step)
+    result = []
+    for row in range(ROWS):
+        lengths = [TOKENS]
+        if packed:
+            cuts = np.sort(rng.choice(np.arange(1, TOKENS), size=rng.integers(1, 5), replace=False))
+            lengths = np.diff([0, *cuts, TOKENS]).tolist()
+        ids = rng.integers(1, VOCAB, TOKENS)
+        labels = np.roll(ids, -1)
+        labels[np.cumsum(lengths) - 1] = -100
+        labels[rng.random(TOKENS) < rng.random()] = -100  # from none to all of a row
+        if row == SILENT_ROW:
+            labels[:] = -100
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        documents = np.repeat(np.arange(len(lengths)), lengths)
+        result.append((ids, labels, positions, documents, lengths))
+    return result
+
+
+def microbatch(part, packed):
+    """Rows as the batch that a loader gives."""
+    ids, labels, positions, documents = (torch.from_numpy(np.stack(column)) for column in list(zip(*part))[:4])
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "doc_ids": None}
+    batch |= {"cu_seqlens": None, "max_seqlen": TOKENS}
+    if packed:
+        ends = np.concatenate([[0], *(row[4] for row in part)]).cumsum()
+        ends = np.concatenate([ends, np.full(3, ends[-1])])
+        batch |= {"doc_ids": documents, "cu_seqlens": torch.from_numpy(ends).to(torch.int32)}
+    return batch
+
+
+def window(step, variant, data_rank, data_size):
+    """The microbatches of one data rank."""
+    mine = rows(step, variant.packed)[data_rank * ROWS // data_size :][: ROWS // data_size]
+    size = len(mine) // variant.accumulate
+    return [microbatch(mine[i : i + size], variant.packed) for i in range(0, len(mine), size)]
+
+
+# ------------------------------------------------------------------------------------------ in a layout
+
+
+def parallel_config(layout, variant):
+    sizes = {"dp_shard": 1, **LAYOUTS[layout]}
+    return ParallelConfig(device="cpu", precision=variant.precision, **sizes, **variant.parallel)
+
+
+def model_config(model):
+    return ModelConfig(**{**SHAPE, **MODELS[model]})
+
+
+def build(layout, model, variant, mesh):
+    """The model of a case, as kforge-train builds it."""
+    return parallelize(
+        lambda: Transformer(model_config(model)),
+        mesh,
+        parallel_config(layout, variant),
+        init=lambda m: m.init_weights(SEED),
+        gradients="sum",
+        cast_inputs=False,
+    )
+
+
+def start(layout, fault=None):
+    """Join the group, after a fault is planted."""
+    import kforge_parallel.build
+
+    kforge_parallel.build.compile_blocks = partial(kforge_parallel.build.compile_blocks, backend="aot_eager")
+    if fault is not None:
+        import mutations
+
+        mutations.plant(fault)
+    return launch(parallel_config(layout, VARIANTS["packed"]))
+
+
+def train_variant(layout, model, variant, mesh, heldout):
+    """Three clipped steps and an evaluation, by the parts that a job consists of."""
+    spread = build(layout, model, variant, mesh)
+    config = optim_config(variant.precision)
+    optimizer = build_optimizer(spread, config, STEPS)
+    engine = PlainEngine(spread, mesh)
+    seen = Trajectory()
+    for step in range(STEPS):
+        batches = window(step, variant, mesh.data_rank, mesh.data_size)
+        loss = engine.forward_backward(batches, 1.0 / engine.scored_tokens(batches))
+        seen.gradients.append({n: full(p.grad) for n, p in spread.named_parameters() if p.grad is not None})
+        norm = clip.total_norm(spread)
+        optimizer.step(scale=clip.clip_factor(norm, config.clip_norm))
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(loss)
+        seen.losses.append(loss.item())
+        seen.norms.append(norm.item())
+    with torch.no_grad():
+        seen.weights = {name: full(p) for name, p in spread.named_parameters()}
+    source = TokenShards(heldout)
+    seen.evaluation = evaluate(spread, source, data_config(variant.packed), mesh, EVALUATION_ROWS)["loss"]
+    return seen
+
+
+def compare_variants(rank, world, layout, model, names, folder, fault=None):
+    """Variant -> errors (`kforge_parallel.testing.differences`) that this rank sees."""
+    mesh = start(layout, fault)
+    errors = {}
+    for name in names:
+        variant = VARIANTS[name]
+        want = torch.load(reference_path(folder, model, variant), weights_only=False)
+        got = train_variant(layout, model, variant, mesh, Path(folder) / "heldout")
+        errors[name] = differences(got, Trajectory(**want), LIMITS[variant.precision].measure)
+    return errors
+
+
+# ------------------------------------------------------------------------------------------ on one process
+
+
+def reference_path(folder, model, variant):
+    return Path(folder) / f"{model}-{variant.reference}.pt"
+
+
+def loss_sum(model, batch):
+    """By torch's own cross-entropy, from whole logits."""
+    logits = model(batch["input_ids"], rows_of(batch))
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def train_plain(model, variant, heldout):
+    """The same steps without kforge-parallel, kforge-train's engine, or kforge-optim's norm."""
+    plain = Transformer(model_config(model)).to(DTYPES[variant.precision])
+    plain.init_weights(SEED)
+    optimizer = build_optimizer(plain, optim_config(variant.precision), STEPS)
+    seen = Trajectory()
+    for step in range(STEPS):
+        (batch,) = window(step, replace(variant, accumulate=1), 0, 1)
+        loss = loss_sum(plain, batch) / (batch["labels"] != -100).sum()
+        loss.backward()
+        seen.gradients.append({name: full(p.grad) for name, p in plain.named_parameters()})
+        norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        assert norm > CLIP, "the clip must be at work"
+        for parameter in plain.parameters():
+            parameter.grad.mul_(CLIP / (norm + 1e-6))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.losses.append(loss.item())
+        seen.norms.append(norm.item())
+    seen.weights = {name: full(p) for name, p in plain.named_parameters()}
+    total = tokens = 0
+    with torch.no_grad():
+        for batch in evaluation_batches(
+            TokenShards(heldout),
+            row_tokens=TOKENS,
+            microbatch_rows=1,
+            max_rows=EVALUATION_ROWS,
+            isolate_documents=variant.packed,
+        ):
+            total += loss_sum(plain, batch).item()
+            tokens += int((batch["labels"] != -100).sum())
+    seen.evaluation = total / tokens
+    return seen
+
+
+def write_references(rank, world, folder):
+    """A file for every model, kind of rows and precision in the table."""
+    wanted = {reference_path(folder, m, VARIANTS[v]): (m, VARIANTS[v]) for _, m, names in TABLE for v in names}
+    for path, (model, variant) in wanted.items():
+        torch.save(vars(train_plain(model, variant, Path(folder) / "heldout")), path)
