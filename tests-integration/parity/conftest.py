@@ -2,13 +2,14 @@ import os
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # cases.py, worker.py, jobs.py, under importlib import mode
-
 import pytest
-from cases import VOCAB
 
-from kforge_testing import ranks
+from kforge_testing import ranks, run_ranks
+
+# cases.py, worker.py, jobs.py, under importlib import mode
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import VOCAB
 
 # The fork server imports what every worker needs once, where nothing has started it before.
 ranks.PRELOAD += ["kforge_model", "kforge_train.evaluate", "kforge_parallel.testing", "worker"]
@@ -21,8 +22,6 @@ def references(tmp_path_factory):
     """Folder of what one process computes: held-out tokens, and a file for each model, kind of rows and precision."""
     from jobs import write_tokens
     from worker import write_references
-
-    from kforge_testing import run_ranks
 
     folder = tmp_path_factory.mktemp("references")
     write_tokens(folder / "heldout", documents=20, seed=2, vocab_size=VOCAB)

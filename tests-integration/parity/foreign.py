@@ -106,7 +106,7 @@ class Foreign(nn.Module):
         self.norm = nn.LayerNorm(DIM)
         self.head = Head()
         with torch.no_grad():  # torch starts these at 1 and 0, which hides faults
-            for name, parameter in self.named_parameters():
+            for parameter in self.parameters():
                 if parameter.ndim == 1:
                     parameter.normal_(std=0.5)
 

@@ -56,7 +56,7 @@ def test_layout_computes_what_one_process_computes(layout, model, variants, refe
 @pytest.mark.parametrize("axes", LAYOUT_CLASSES, ids=lambda axes: "+".join(sorted(axes)) or "one")
 def test_every_class_of_layouts_is_proven_or_refused(axes):
     sentence = LAYOUT_CLASSES[axes]
-    config = ParallelConfig(**{"dp_shard": 1, **{axis: 2 for axis in axes - {"ep"}}}, ep=2 if "ep" in axes else 1)
+    config = ParallelConfig(**{"dp_shard": 1, **dict.fromkeys(axes - {"ep"}, 2)}, ep=2 if "ep" in axes else 1)
     world = 2 ** len(axes - {"ep"})
     if sentence is None:
         assert check_layout(config, world)

@@ -64,7 +64,7 @@ def rows(step, packed):
 
 def microbatch(part, packed):
     """Rows as the batch that a loader gives."""
-    ids, labels, positions, documents = (torch.from_numpy(np.stack(column)) for column in list(zip(*part))[:4])
+    ids, labels, positions, documents = (torch.from_numpy(np.stack([row[i] for row in part])) for i in range(4))
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "doc_ids": None}
     batch |= {"cu_seqlens": None, "max_seqlen": TOKENS}
     if packed:
