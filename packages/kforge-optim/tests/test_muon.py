@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from kforge_optim import Muon, OptimConfig, Slot, build_optimizer, newton_schulz
 from kforge_testing import run_ranks
@@ -180,9 +178,12 @@ PLACEMENTS: dict[str, Any] = {
 }
 
 
-def _laid_out(rank: int, world: int, layout: str, dtype: torch.dtype) -> list[Tensor]:
-    """Three steps of Muon on DTensors; returns the whole weights."""
-    placements = PLACEMENTS[layout]
+def _laid_out(rank: int, world: int, layouts: list[str], dtype: torch.dtype) -> dict[str, list[Tensor]]:
+    """Three steps of Muon on DTensors; returns the whole weights by layout."""
+    return {layout: _three_steps(world, PLACEMENTS[layout], dtype) for layout in layouts}
+
+
+def _three_steps(world: int, placements: list[Any], dtype: torch.dtype) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (world,) if len(placements) == 1 else (2, world // 2))
     muon = Muon()
     ours = [nn.Parameter(distribute_tensor(weight.detach(), mesh, placements)) for weight in weights(dtype)]
@@ -196,27 +197,24 @@ def _laid_out(rank: int, world: int, layout: str, dtype: torch.dtype) -> list[Te
 
 
 @pytest.mark.parametrize(
-    ("layout", "world"),
+    ("world", "layouts"),
     [
-        ("rows", 2),
-        ("rows", 3),
-        ("columns", 3),
-        ("replicated", 2),
-        ("rows, columns", 4),
-        ("rows, rows", 4),
-        ("replicated, rows", 4),
+        (2, ["rows", "replicated"]),
+        (3, ["rows", "columns"]),
+        (4, ["rows, columns", "rows, rows", "replicated, rows"]),
     ],
 )
-def test_c23_whole_matrix_under_any_sharding(layout: str, world: int) -> None:
+def test_c23_whole_matrix_under_any_sharding(world: int, layouts: list[str]) -> None:
     expected = reference_weights(3)
-    for result in run_ranks(_laid_out, world, layout, torch.float64):
-        for weight, whole in zip(result, expected, strict=True):
-            np.testing.assert_allclose(weight.numpy(), whole, atol=1e-12)
+    for result in run_ranks(_laid_out, world, layouts, torch.float64):
+        for layout in layouts:
+            for weight, whole in zip(result[layout], expected, strict=True):
+                np.testing.assert_allclose(weight.numpy(), whole, atol=1e-12, err_msg=layout)
 
 
 def test_c23_float32() -> None:
-    for result in run_ranks(_laid_out, 3, "rows", torch.float32):
-        for weight, whole in zip(result, reference_weights(3), strict=True):
+    for result in run_ranks(_laid_out, 3, ["rows"], torch.float32):
+        for weight, whole in zip(result["rows"], reference_weights(3), strict=True):
             np.testing.assert_allclose(weight.numpy(), whole, atol=1e-5)
 
 
@@ -236,43 +234,3 @@ def test_five_matrices_of_one_shape_take_one_gather_and_nothing_else() -> None:
     for counts in run_ranks(_collectives, 2):
         assert list(counts.values()) == [1]
         assert "all_gather" in next(iter(counts))
-
-
-def _fsdp_over_tp(rank: int, world: int, name: str) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "tp"))
-    model = _pair()
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["fsdp"])
-    model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)
-    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.02, schedule="none"), 10)
-    x = _inputs()
-    for _ in range(3):
-        rows = x.tensor_split(world // 2)[mesh["fsdp"].get_local_rank()]
-        (model(rows).square().sum() / x.size(0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert isinstance(model[0].weight, DTensor)
-    return [parameter.detach().full_tensor() for parameter in model.parameters()]
-
-
-def _pair() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 12, bias=False), nn.Linear(12, 8, bias=False)).double()
-
-
-def _inputs() -> Tensor:
-    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_c23_fsdp_over_tensor_parallel(name: str) -> None:
-    model = _pair()
-    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.02, schedule="none"), 10)
-    for _ in range(3):
-        (model(_inputs()).square().sum() / 8).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for result in run_ranks(_fsdp_over_tp, 4, name):
-        for weight, expected in zip(result, model.parameters(), strict=True):
-            torch.testing.assert_close(weight, expected.detach(), rtol=0, atol=1e-10)
