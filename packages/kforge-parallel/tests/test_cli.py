@@ -1,6 +1,8 @@
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,13 @@ def test_the_picture_shows_groups_and_hosts(capsys):
     assert "0 8        all" in lines["dp_replicate"]
     assert "warning" not in shown
     assert "not trained" not in shown
+
+
+def test_the_picture_of_the_readme_is_what_is_drawn(capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    command, picture = re.search(r"\$ kforge-parallel (mesh [^\n]*)\n(.*?)```", readme, re.S).groups()
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == picture
 
 
 def test_tp_over_hosts_is_marked_and_warned_of(capsys):
