@@ -1,5 +1,7 @@
 """What differs on a device: NCCL beside gloo, and the compiled block."""
 
+import os
+
 import pytest
 import torch
 from toy import IDS, Toy, fill
@@ -32,3 +34,20 @@ def test_both_backends_are_there(mesh):
         total = torch.ones(1, device=device)
         torch.distributed.all_reduce(total)
         assert total.item() == 1
+
+
+@pytest.mark.gpu
+def test_every_group_of_both_backends_waits_for_the_time_of_a_step():
+    mesh = kp.launch(kp.ParallelConfig(device="cuda", init_timeout_s=41, build_timeout_s=42, step_timeout_s=43), env={})
+    try:
+        for group in (None, *(mesh.device_mesh.get_group(name) for name in mesh.device_mesh.mesh_dim_names)):
+            group = group or torch.distributed.group.WORLD
+            for device in ("cpu", "cuda"):
+                assert group._get_backend(torch.device(device)).options._timeout.total_seconds() == 43
+            for device in ("cpu", "cuda"):
+                total = torch.ones(1, device=device)
+                torch.distributed.all_reduce(total, group=group)
+                assert total.item() == 1
+        assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    finally:
+        kp.shutdown()
