@@ -63,6 +63,20 @@ def test_two_processes_then_four_then_one(tokens, tmp_path, layouts):
         assert got[step] == pytest.approx(expected[step], rel=1e-11)
 
 
+def evaluated(rank, world, run_dir):
+    from kforge_train.evaluate import evaluate_run
+
+    return evaluate_run(run_dir)["loss"]
+
+
+def test_a_run_over_two_processes_is_evaluated_on_one_and_on_three(tokens, tmp_path):
+    common = {"train__steps": 2, "train__eval_rows": 0, "model__vocab_size": 64, "parallel__tp": 2}
+    assert run_ranks(train, 2, job(tokens, tmp_path, **common), init=False) == [0, 0]
+    (expected,) = values(tmp_path, "loss", "eval").values()
+    for world in (1, 3):
+        assert run_ranks(evaluated, world, tmp_path, init=False)[0] == pytest.approx(expected, rel=1e-12)
+
+
 def train_noting_rows(rank, world, config, leave_at):
     """Train; return the exit code and every row id that this rank trained on. Leaves without a word at a step."""
     from kforge_train.build import build

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from kforge_parallel import ParallelConfig
 from kforge_train import ConfigError, resolve_config
-from kforge_train.saved import load_run, save_config
+from kforge_train.saved import fit_layout, load_run, save_config
 
 
 def test_a_run_is_found_again_from_anywhere_and_after_a_move(tmp_path, monkeypatch):
@@ -25,3 +26,17 @@ def test_a_run_is_found_again_from_anywhere_and_after_a_move(tmp_path, monkeypat
 def test_a_folder_that_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match=r"is no run: it has no config\.toml"):
         load_run(Path(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("saved", "world", "axes"),
+    [
+        ({"tp": 2, "dp_shard": 2}, 4, (1, 2, 2)),
+        ({"tp": 2, "dp_shard": 2}, 1, (1, -1, 1)),
+        ({"tp": 2}, 6, (1, -1, 2)),
+        ({"tp": 2, "dp_replicate": 2}, 3, (1, -1, 1)),
+    ],
+)
+def test_a_layout_that_does_not_fit_gives_way_to_shards(saved, world, axes):
+    fitted = fit_layout(ParallelConfig(device="cpu", **saved), world)
+    assert (fitted.dp_replicate, fitted.dp_shard, fitted.tp) == axes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from kforge_data import TokenShards, evaluation_batches
-from kforge_parallel import Mesh, launch, shutdown
+from kforge_parallel import Mesh, find_world, launch, shutdown
 from kforge_train.config import JobConfig
 from kforge_train.engine import rows_of
 from kforge_train.errors import ConfigError, config_errors
-from kforge_train.saved import load_run, restore_weights
+from kforge_train.saved import fit_layout, load_run, restore_weights
 
 
 @torch.no_grad()
@@ -84,6 +85,7 @@ def evaluate_run(run_dir: Path, step: int | None = None, data: Path | None = Non
         raise ConfigError(f"the run {run_dir} has no held-out text; name token shards with --data")
     with config_errors():
         source = TokenShards(folder)
+        config = replace(config, parallel=fit_layout(config.parallel, find_world().size))
         mesh = launch(config.parallel)
     try:
         model, at = restore_weights(config, mesh, step)

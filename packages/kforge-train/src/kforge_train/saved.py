@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from kforge_ckpt import Checkpointer
-from kforge_parallel import Mesh
+from kforge_parallel import Mesh, ParallelConfig, check_layout
 from kforge_train.build import build_model, checkpoint_dir
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors
@@ -88,6 +88,16 @@ def load_run(run_dir: Path) -> JobConfig:
         raise ConfigError(f"{run_dir} is no run: it has no config.toml. Runs are made by kforge train")
     config = load_config(path)
     return replace(config, train=replace(config.train, run_dir=str(run_dir)))
+
+
+def fit_layout(config: ParallelConfig, world_size: int) -> ParallelConfig:
+    """The layout of a run where ``world_size`` processes can take it, else shards over all of them: weights and losses
+    do not depend on it."""
+    try:
+        check_layout(config, world_size)
+    except ValueError:
+        return replace(config, dp_shard=-1, dp_replicate=1, tp=1, cp=1, pp=1, ep=1)
+    return config
 
 
 def restore_weights(config: JobConfig, mesh: Mesh, step: int | None = None) -> tuple[nn.Module, int]:
