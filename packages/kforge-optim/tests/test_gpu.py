@@ -8,7 +8,7 @@ import pytest
 import torch
 from optim_models import batches, summed_loss, tiny
 
-from kforge_optim import OptimConfig, Optimizer, build_optimizer, clip
+from kforge_optim import LossScaler, OptimConfig, Optimizer, build_optimizer, clip
 
 pytestmark = pytest.mark.gpu
 NAMES = ["adamw", "muon"]
@@ -100,3 +100,41 @@ def test_the_host_does_not_wait(name: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert optimizer.schedule_step == 2 and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_law_6_split_is_bit_equal_to_fp32(name: str) -> None:
+    whole, halves = tiny(torch.float32).cuda(), tiny(torch.bfloat16).cuda()
+    fp32 = build_optimizer(whole, config(name), 10)
+    split = build_optimizer(halves, config(name), 10, storage="split")
+    split.load_full_weights(whole.named_parameters())
+    generator = torch.Generator("cuda").manual_seed(0)
+    for step in range(1000 if name == "adamw" else 50):
+        for one, other in zip(whole.parameters(), halves.parameters(), strict=True):
+            other.grad = torch.randn(one.shape, device="cuda", generator=generator).to(torch.bfloat16)
+            one.grad = other.grad.to(torch.float32)
+        gate, scale = torch.tensor(float(step % 7 != 3), device="cuda"), torch.tensor(0.3, device="cuda")
+        fp32.step(scale=scale, gate=gate)
+        split.step(scale=scale, gate=gate)
+    for key, weight in whole.named_parameters():
+        assert torch.equal(split.full_weight(key), weight), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_does_not_wait_for_split_weights_and_loss_scales(name: str) -> None:
+    model = tiny(torch.bfloat16).cuda()
+    optimizer = build_optimizer(model, config(name), 10, storage="split")
+    scaler = LossScaler(init_scale=4.0, growth_interval=2, device="cuda")
+    for step, ids in enumerate(batches(4)):
+        (summed_loss(model, ids.cuda(), ids.numel()) * scaler.scale).backward()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step allocates
+        try:
+            norm = clip.total_norm(model) / scaler.scale
+            gate = torch.isfinite(norm).to(torch.float32)
+            optimizer.step(scale=clip.clip_factor(norm, 0.5) / scaler.scale, gate=gate)
+            scaler.update(gate)
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert scaler.scale == 16.0
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -1,7 +1,8 @@
-"""How a model learns: AdamW, Muon, parameter groups, schedules, and one gradient norm over any sharding.
+"""How a model learns: AdamW, Muon, groups, schedules, exact split storage, one gradient norm over any sharding.
 
 `build_optimizer` makes an `Optimizer` from an `OptimConfig`; `clip.total_norm` and `clip.clip_factor` give the scale
-for its ``step``. Everything works on plain tensors and on DTensors (FSDP2, tensor parallelism) alike.
+for its ``step``; `LossScaler` keeps float16 gradients from vanishing. Everything works on plain tensors and on DTensors
+(FSDP2, tensor parallelism) alike.
 """
 
 from __future__ import annotations
