@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from kforge_parallel import ParallelConfig, precision_of, precision_table
+from kforge_testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "storage", "compute", "reduce", "matmul"),
+    [
+        (("bf16",), torch.float32, torch.bfloat16, torch.float32, "high"),
+        (("bf16", "split"), torch.bfloat16, torch.bfloat16, torch.float32, "high"),
+        (("fp16",), torch.float32, torch.float16, torch.float32, "high"),
+        (("tf32",), torch.float32, torch.float32, torch.float32, "high"),
+        (("fp32",), torch.float32, torch.float32, torch.float32, "highest"),
+        (("fp64",), torch.float64, torch.float64, torch.float64, "highest"),
+    ],
+)
+def test_the_dtypes_of_each_word(words, storage, compute, reduce, matmul):
+    precision = precision_of(*words)
+    assert (precision.storage, precision.compute, precision.reduce) == (storage, compute, reduce)
+    assert precision.matmul == matmul
+    policy = precision.policy(cast_inputs=False)
+    assert policy.param_dtype == (None if compute == storage else compute)
+    assert policy.reduce_dtype == reduce and policy.cast_forward_inputs is False
+
+
+def test_split_storage_goes_with_bf16_only():
+    with pytest.raises(ValueError, match="split goes with bf16"):
+        precision_of("fp16", "split")
+    with pytest.raises(ValueError, match=r"parallel.storage = split keeps weights as bf16.*precision = fp32"):
+        ParallelConfig(precision="fp32", storage="split")
+    with pytest.raises(ValueError, match="would add microbatches up in bf16"):
+        ParallelConfig(storage="split", accumulate="sharded")
+
+
+def test_the_table_says_where_gradients_are_rounded():
+    split = ParallelConfig(storage="split")
+    assert precision_table(split, 1)["gradients over ranks"] == "one rank"
+    assert precision_table(split, 2)["gradients over ranks"] == "fp32, then rounded to bf16 once"
+    assert precision_table(ParallelConfig(), 2)["gradients over ranks"] == "fp32"
+    assert precision_table(ParallelConfig(accumulate="sharded"), 2)["gradients over microbatches"] == "fp32, sharded"
+    assert precision_table(ParallelConfig(precision="fp64"), 2)["weights"] == "fp64"
+
+
+def accumulated(rank, world, storage):
+    """Gradient of one weight over microbatches of 256, 1, 1 and 1 on each rank, and the dtypes."""
+    from torch import nn
+
+    from kforge_parallel import launch, parallelize, set_last_microbatch
+
+    config = ParallelConfig(storage=storage, dp_shard=-1)
+    mesh = launch(config)
+    model = parallelize(lambda: nn.Linear(1, 1, bias=False), mesh, config, gradients="sum")
+    parts = [256.0, 1.0, 1.0, 1.0]
+    for i, part in enumerate(parts):
+        set_last_microbatch(model, i == len(parts) - 1)
+        model(torch.full((1, 1), part, dtype=torch.bfloat16)).sum().backward()
+    gradient = model.weight.grad
+    full = gradient.full_tensor() if world > 1 or storage == "fp32" else gradient
+    return full.item(), str(gradient.dtype), str(model.weight.dtype)
+
+
+@pytest.mark.parametrize(
+    ("world", "storage", "expected"),
+    [
+        (1, "fp32", (259.0, "torch.float32", "torch.float32")),
+        (1, "split", (259.0, "torch.float32", "torch.bfloat16")),  # not wrapped: gradients stay fp32
+        (2, "fp32", (518.0, "torch.float32", "torch.float32")),
+        (2, "split", (520.0, "torch.bfloat16", "torch.bfloat16")),  # 518 rounded once; added in bf16 it were 512
+    ],
+)
+def test_microbatches_and_ranks_are_added_up_in_fp32(world, storage, expected):
+    """In bf16, 256 + 1 is 256: added up there, three of the four microbatches would leave no trace."""
+    assert run_ranks(accumulated, world, storage, init=False) == [expected] * world
