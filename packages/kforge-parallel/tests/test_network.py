@@ -71,11 +71,7 @@ def test_the_loopback_of_this_host_is_found():
 def test_the_flight_recorder_is_on_and_a_users_word_is_kept():
     env = {}
     network.record_flights(env)
-    assert env == {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
+    assert env == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         env = {name: "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
         assert network.record_flights(env) == {}

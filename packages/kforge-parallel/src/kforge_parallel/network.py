@@ -122,16 +122,13 @@ def record_flights(env: MutableMapping[str, str] | None = None) -> dict[str, str
     """Have NCCL keep its last collectives and write them to a file a rank when one runs out of time.
 
     Files: ``~/.cache/torch/comm_lib_trace_rank_<rank>``, elsewhere by TORCH_FR_DUMP_TEMP_FILE. The size of the ring
-    has an old name, which torch 2.11 reads in places, and a new one: a user who set either has decided. Returns what
-    was set.
+    has an old name, TORCH_NCCL_TRACE_BUFFER_SIZE, of which torch warns: a user who set either has decided. Returns
+    what was set.
     """
     env = os.environ if env is None else env
-    values: dict[str, str] = {}
-    sizes = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-    if not any(name in env for name in sizes):
-        values.update(dict.fromkeys(sizes, "2000"))
-    if "TORCH_NCCL_DUMP_ON_TIMEOUT" not in env:
-        values["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    values = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    decided = {"TORCH_FR_BUFFER_SIZE"} if "TORCH_NCCL_TRACE_BUFFER_SIZE" in env else set()
+    values = {name: value for name, value in values.items() if name not in env and name not in decided}
     env.update(values)
     return values
 

@@ -229,6 +229,7 @@ def _join(config: ParallelConfig, world: World, device: torch.device, job: str, 
     import torch.distributed as dist
 
     from kforge_parallel.meeting import meet
+    from kforge_parallel.network import network_settings
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = meet(world, config.init_timeout_s, job, layout) if world.size > 1 else dist.HashStore()
@@ -242,13 +243,16 @@ def _join(config: ParallelConfig, world: World, device: torch.device, job: str, 
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, OSError) as error:
-        from kforge_parallel.network import network_settings
-
+        if "Duplicate GPU" in str(error):
+            why = "two processes of a host use one GPU: start as many a host as it has devices, each with LOCAL_RANK"
+        else:
+            why = (
+                "either one has failed since, or the network interface is not one that joins the hosts "
+                f"({network_settings()}): set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            )
         raise RuntimeError(
-            f"start-up: rank {world.rank} of {world.size} ({world.source}) has met the others, but they could not "
-            f"connect for {backend} within {config.init_timeout_s:g} s (parallel.init_timeout_s). Either one has "
-            f"failed since, or the network interface is not one that joins the hosts ({network_settings()}): set "
-            f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME ({error})"
+            f"start-up: rank {world.rank} of {world.size} ({world.source}) has met the others, but they made no "
+            f"{backend} group in the {config.init_timeout_s:g} s that parallel.init_timeout_s gives: {why} ({error})"
         ) from error
     _log.debug("joined %s as rank %d of %d on %s", backend, world.rank, world.size, device)
 
