@@ -105,6 +105,47 @@ def test_a_value_that_init_forgets_is_named():
         run_ranks(forgetful, 1)
 
 
+class Buffers(torch.nn.Module):
+    """A weight, a table of angles and a table of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("angles", torch.arange(4.0) / 3)
+        self.register_buffer("places", torch.arange(4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def fill_buffers(model, skip):
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name != skip:
+                (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(3)
+
+
+def buffers(rank, world, skip, storage):
+    mesh = kp.launch()
+    try:
+        init = None if skip is None else lambda model: fill_buffers(model, skip)
+        model = kp.parallelize(Buffers, mesh, init=init, precision="bf16", storage=storage)
+    except ValueError as error:
+        return str(error)
+    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_integers_that_init_forgets_are_named_too():
+    assert "init did not set places;" in run_ranks(buffers, 1, "places", "fp32")[0]
+    assert run_ranks(buffers, 1, "", "fp32")[0]["places"] == torch.int64
+
+
+@pytest.mark.parametrize("skip", [None, ""], ids=["on-the-cpu", "on-meta"])
+def test_split_storage_halves_weights_and_no_buffer(skip):
+    expected = {"weight": torch.bfloat16, "angles": torch.float32, "places": torch.int64}
+    assert run_ranks(buffers, 2, skip, "split") == [expected] * 2
+
+
 def compiled(rank, world):
     import torch._dynamo
 

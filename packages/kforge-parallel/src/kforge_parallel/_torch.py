@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 # torch 2.13 renames these two and warns of the old names, which are the only ones that 2.11 has.
@@ -14,3 +15,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def set_group_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
     """Stands in for ``new_group(timeout=...)``: meshes take none for their groups, and groups get no other later."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place. Autograd counts it to find saved tensors that were overwritten;
+    stands in for a public ``Tensor.version``."""
+    return int(tensor._version)

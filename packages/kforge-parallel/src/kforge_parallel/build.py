@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from kforge_parallel._torch import times_written
 from kforge_parallel.activation import recompute_blocks
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.config import ParallelConfig
@@ -56,18 +57,22 @@ def parallelize(
     precision = precision_of(config.precision, config.storage)
     with torch.device("meta" if init is not None else "cpu"):
         model = build()
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    tied = _tied(model)
-    block_list = find_blocks(model, blocks)
+    names, tied = _names(model), _tied(model)
 
-    model.to(dtype=precision.storage)
-    _tie(model, tied)
+    def check(step: str) -> None:
+        if _names(model) != names or _tied(model) != tied:
+            raise RuntimeError(f"{step} changed the names or the ties of the parameters; this is a fault of kforge")
+
+    block_list = find_blocks(model, blocks)
+    _convert(model, precision.storage)
     if init is None:
         _share_values(model, mesh)
         model.to(device=mesh.device)
-        _tie(model, tied)
+    _tie(model, tied)
+    check("conversion")
     if mesh.tp_size > 1:
         _split_tensors(model, mesh, plan, config.sequence_parallel)
+        check("tensor parallelism")
     recompute_blocks(block_list, config.recompute)
     if config.compile:
         compile_blocks(block_list)
@@ -84,15 +89,16 @@ def parallelize(
             prefetch=config.prefetch,
             cpu_offload=config.cpu_offload,
         )
+        check("sharding")
     if init is not None:
-        _allocate(model, torch.device("cpu") if config.cpu_offload else mesh.device)
+        untouched = _allocate(model, torch.device("cpu") if config.cpu_offload else mesh.device)
+        check("allocation")
         init(model)
-        _check_filled(model)
+        _check_filled(model, untouched)
+        check("init")
     if not wrapped:  # FSDP2 gives gradients in the dtype of the weights; alone, they can be fp32 to the optimizer
         for parameter in model.parameters():
             parameter.grad_dtype = precision.reduce
-    if [name for name, _ in model.named_parameters(remove_duplicate=False)] != names or _tied(model) != tied:
-        raise RuntimeError("parallelize changed the names or the ties of the parameters; this is a fault of kforge")
     return model
 
 
@@ -106,6 +112,21 @@ def _split_tensors(model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None,
         )
     kv_heads = getattr(model, "shape", {}).get("n_kv_heads")
     apply_plan(model, mesh.tp, plan, sequence_parallel=sequence_parallel, kv_heads=kv_heads)
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def _convert(model: nn.Module, storage: torch.dtype) -> None:
+    """Bring floating-point values to the storage dtype; buffers to float32 or wider only (a table of angles in bf16
+    takes positions 256 and 257 for one)."""
+    if storage.itemsize >= 4:
+        model.to(dtype=storage)
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(storage)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
@@ -133,10 +154,11 @@ def _share_values(model: nn.Module, mesh: Mesh) -> None:
                 dist.broadcast(tensor, src=0)
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def _allocate(model: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
     """Give every meta tensor storage, filled with NaN so that a value that nobody sets is found.
 
-    Parameters keep their identity (swapped, not replaced): ties and FSDP2's own references stay true.
+    Parameters keep their identity (swapped, not replaced): ties and FSDP2's own references stay true. Returns the
+    tensors that have no NaN (of integers, say), and how often each has been written to.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -144,20 +166,30 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         model.to_empty(device=device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+    untouched = {}
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for name, tensor in _tensors(model).items():
             if tensor.is_floating_point():
                 _local(tensor).fill_(torch.nan)
+            else:
+                untouched[name] = (tensor, times_written(_local(tensor)))
+    return untouched
 
 
-def _check_filled(model: nn.Module) -> None:
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    unset = [n for n, t in tensors.items() if t.is_floating_point() and bool(_local(t).isnan().any())]
+def _check_filled(model: nn.Module, untouched: dict[str, tuple[torch.Tensor, int]]) -> None:
+    unset = [n for n, t in _tensors(model).items() if t.is_floating_point() and bool(_local(t).isnan().any())]
+    for name, tensor in _tensors(model).items():
+        if name in untouched and untouched[name][0] is tensor and untouched[name][1] == times_written(_local(tensor)):
+            unset.append(name)
     if unset:
         raise ValueError(
             f"init did not set {', '.join(unset[:8])}{' …' if len(unset) > 8 else ''}; a model built on the meta "
             "device has no values until init gives it some, to buffers and 1-D parameters too"
         )
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

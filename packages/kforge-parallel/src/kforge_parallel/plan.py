@@ -56,8 +56,8 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str]) -> Resolved:
     An entry names modules, or parameters that their module uses in its own forward. Raises ValueError for an unknown
     word, an entry that matches nothing, two words for one module, and a parameter that no entry covers.
     """
-    modules = {name for name, _ in model.named_modules() if name}
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     by_module: dict[str, str] = {}
     by_parameter: dict[str, str] = {}
     for pattern, word in plan.items():
@@ -66,21 +66,21 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str]) -> Resolved:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"plan entry {pattern!r}: {word!r} is no word; {hint}known are {', '.join(WORDS)}")
         glob = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        found = {name for name in modules | parameters if glob.fullmatch(name)}
-        if not found:
-            near = difflib.get_close_matches(pattern, sorted(modules | parameters), n=2, cutoff=0.5)
+        found = [[name for name in names if glob.fullmatch(name)] for names in (modules, parameters)]
+        if not any(found):
+            near = difflib.get_close_matches(pattern, modules + parameters, n=2, cutoff=0.5)
             hint = f"; near it are {', '.join(near)}" if near else ""
             raise ValueError(f"plan entry {pattern!r} ({word}) matches no module and no parameter of the model{hint}")
-        for name in found & modules:
+        for name in found[0]:
             if by_module.setdefault(name, word) != word:
                 raise ValueError(f"the plan gives {name} two words, {by_module[name]} and {word}")
-        for name in found & parameters:
+        for name in found[1]:
             by_parameter[name] = word
     for name in parameters:
         owned = by_module.get(name.rpartition(".")[0], "gather")
         if owned != "gather":
             by_parameter.setdefault(name, owned)
-    if missing := sorted(parameters - by_parameter.keys()):
+    if missing := sorted(set(parameters) - by_parameter.keys()):
         raise ValueError(
             f"the plan says nothing of {', '.join(missing[:6])}{' …' if len(missing) > 6 else ''}, so its gradient "
             "might not be summed; name each: 'sequence' for what works on the residual stream, 'replicate' for what "
