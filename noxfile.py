@@ -25,7 +25,7 @@ import nox
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "uv|virtualenv"
-nox.options.sessions = ["lint", "types", "tests", "integration"]
+nox.options.sessions = ["lint", "types", "tests", "integration", "parity"]
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False  # matrix: those that are there
 
@@ -34,7 +34,10 @@ DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "tools" / "constraints"
 HARNESS = ROOT / "tools" / "testing"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+PARITY = ROOT / "tests-integration" / "parity"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
+# Tests of several processes mostly wait, for a start or for each other: two at a time take a little over half.
+SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
 
 # Without bytecode each process would compile torch anew, which takes seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -227,7 +230,24 @@ def tests(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session) -> None:
     """All packages together: the wheels, and the tests that need more than one of them."""
     install(session, *(with_extra(package) for package in PACKAGES), str(wheel("kforge-testing")))
-    pytest(session, ROOT / "tests-integration", "-m", "not gpu", env={"KFORGE_WHEELS": str(DIST)})
+    chosen = (ROOT / "tests-integration", f"--ignore={PARITY}", "-m", "not gpu", *SIDE_BY_SIDE)
+    pytest(session, *chosen, env={"KFORGE_WHEELS": str(DIST)})
+
+
+@nox.session(requires=["build"])
+@timed
+def parity(session: nox.Session) -> None:
+    """Every layout against one process, and faults that must be found (KFORGE_KEEP=1 keeps both in benchmarks/)."""
+    install(session, *(with_extra(package) for package in PACKAGES), str(wheel("kforge-testing")))
+    pytest(session, PARITY, "-m", "not gpu", *SIDE_BY_SIDE)
+
+
+@nox.session(requires=["build"])
+@timed
+def mutation(session: nox.Session) -> None:
+    """Of the parity session, the planted faults alone."""
+    install(session, *(with_extra(package) for package in PACKAGES), str(wheel("kforge-testing")))
+    pytest(session, PARITY / "test_mutations.py", *SIDE_BY_SIDE)
 
 
 # ---------------------------------------------------------------------------------------------------- other torches
@@ -288,7 +308,8 @@ def torch211(session: nox.Session) -> None:
         torch=CONSTRAINTS / "torch-2.11.txt",
     )
     packages = [ROOT / "packages" / name / "tests" for name in ("kforge-parallel", "kforge-optim", "kforge-ckpt")]
-    pytest(session, *packages, ROOT / "tests-integration", "-m", "not gpu", env={"KFORGE_WHEELS": str(DIST)})
+    chosen = (*packages, ROOT / "tests-integration", "-m", "not gpu", *SIDE_BY_SIDE)
+    pytest(session, *chosen, env={"KFORGE_WHEELS": str(DIST)})
 
 
 @nox.session(requires=["build"])

@@ -45,20 +45,41 @@ def worst(a, b):
     return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in b)
 
 
+def check_spread(one, ranks):
+    for losses, norms, gradients, weights, heldout in ranks:
+        assert losses == pytest.approx(one[0], rel=1e-12)
+        assert norms == pytest.approx(one[1], rel=1e-12)
+        assert all(norm > 0.05 for norm in norms)  # the clip was at work
+        assert max(worst(a, b) for a, b in zip(gradients, one[2], strict=True)) < 1e-10
+        assert worst(weights, one[3]) < 1e-10
+        assert heldout == pytest.approx(one[4], rel=1e-12)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("changes", LAYOUTS)
 def test_fsdp_equals_one_process(tokens, tmp_path, changes, optimizer):
     changes = {**changes, "optim__name": optimizer, "optim__clip_norm": 0.05}
     one = run_ranks(three_steps, 1, job(tokens, tmp_path / "one", **changes), init=False)[0]
     for world in (2, 4):
-        ranks = run_ranks(three_steps, world, job(tokens, tmp_path / f"{world}", **changes), init=False)
-        for losses, norms, gradients, weights, heldout in ranks:
-            assert losses == pytest.approx(one[0], rel=1e-12)
-            assert norms == pytest.approx(one[1], rel=1e-12)
-            assert all(norm > 0.05 for norm in norms)  # the clip was at work
-            assert max(worst(a, b) for a, b in zip(gradients, one[2], strict=True)) < 1e-10
-            assert worst(weights, one[3]) < 1e-10
-            assert heldout == pytest.approx(one[4], rel=1e-12)
+        check_spread(one, run_ranks(three_steps, world, job(tokens, tmp_path / f"{world}", **changes), init=False))
+
+
+AXES = {
+    "rep2-shard2": {"parallel__dp_replicate": 2, "parallel__dp_shard": 2},
+    "tp2": {"parallel__tp": 2},
+    "shard2-tp2": {"parallel__dp_shard": 2, "parallel__tp": 2},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_axes_together_equal_one_process(tokens, tmp_path, optimizer):
+    """Loader, engine, guard, optimizer and evaluation on meshes of more axes; tests-integration/parity has them all."""
+    changes = {"optim__name": optimizer, "optim__clip_norm": 0.05, "data__microbatch_rows": 1}
+    changes |= {"model__vocab_size": 64, "model__qk_norm": True}  # a multiple of tp
+    one = run_ranks(three_steps, 1, job(tokens, tmp_path / "one", **changes), init=False)[0]
+    for name, axes in AXES.items():
+        config = job(tokens, tmp_path / name, **changes, **axes)
+        check_spread(one, run_ranks(three_steps, 2 if name == "tp2" else 4, config, init=False))
 
 
 def test_the_loss_is_that_of_an_independent_mean(tokens, tmp_path):

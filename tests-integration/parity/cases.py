@@ -87,12 +87,20 @@ VARIANTS: dict[str, Variant] = {
 EXACT = tuple(name for name in VARIANTS if name.startswith(("packed", "plain")))
 SOME = ("packed-3-full", "plain")
 
+# One layout of every class goes through all variants; the others of a class differ in size, or in what lies between
+# the products. The longest come first, so that processes side by side end together.
+WHOLE = ("rep2-shard2-tp2", "rep2-shard2", "shard2-tp2", "rep2-tp2", "shard2", "rep2", "tp2", "tp2-whole", "one")
+OTHERS = tuple(layout for layout in LAYOUTS if layout not in WHOLE)
+
 TABLE: list[tuple[str, str, tuple[str, ...]]] = [
-    *((layout, "untied", (*EXACT, "fp32")) for layout in LAYOUTS),
-    *((layout, "tied", SOME) for layout in LAYOUTS),
-    *((layout, model, SOME) for layout in ("tp2", "tp2-whole", "tp4", "shard2-tp2") for model in ("qk-norm", "one-kv")),
-    *((layout, "qk-norm", SOME) for layout in ("shard2", "rep2-shard2-tp2")),
-    *((layout, "tied", ("compiled", "kept")) for layout in ("shard2", "tp2", "shard2-tp2", "rep2-shard2")),
+    *((layout, "untied", (*EXACT, "fp32")) for layout in WHOLE),
+    ("tp2", "untied", ("compiled",)),
+    ("shard2", "tied", ("compiled",)),
+    *((layout, "untied", (*SOME, "fp32")) for layout in OTHERS),
+    *((layout, "tied", SOME) for layout in (*WHOLE, "tp4")),
+    *((layout, model, SOME) for layout in ("tp4", "shard2-tp2", "tp2", "tp2-whole") for model in ("qk-norm", "one-kv")),
+    ("rep2-shard2-tp2", "qk-norm", ("packed-3-full",)),
+    *((layout, "tied", ("kept",)) for layout in ("shard2-tp2", "rep2-shard2", "shard2", "tp2")),
 ]
 """(layout, model, variants): each line is one start of processes, which run its variants one after the other."""
 
