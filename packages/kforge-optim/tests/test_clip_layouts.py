@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -219,18 +218,18 @@ def test_a_group_has_its_own_norm() -> None:
     assert run_ranks(_group, 4) == [5.0, 5.0, 10.0, 10.0]
 
 
-def _low_precision(rank: int, world: int, dtype: torch.dtype) -> tuple[float, str]:
+def _low_precision(rank: int, world: int) -> list[tuple[float, str]]:
     mesh = init_device_mesh("cpu", (world,))
-    weight = place(random((257,), seed=1).to(dtype), mesh, [Shard(0)])
-    norm = clip.total_norm([weight])
-    return float(norm), str(norm.dtype)
+    weights = [place(random((257,), seed=1).to(dtype), mesh, [Shard(0)]) for dtype in (torch.bfloat16, torch.float16)]
+    norms = [clip.total_norm([weight]) for weight in weights]
+    return [(float(norm), str(norm.dtype)) for norm in norms]
 
 
 def test_16_bit_gradients_are_summed_in_float32() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
+    results = run_ranks(_low_precision, 2)
+    for i, dtype in enumerate((torch.bfloat16, torch.float16)):
         grad = random((257,), seed=1).to(dtype)
         expected = float(grad.double().square().sum().sqrt())
-        assert float(torch.linalg.vector_norm(grad)) != pytest.approx(expected, rel=1e-5)  # what bfloat16 would say
-        for norm, kind in run_ranks(_low_precision, 2, dtype):
-            assert norm == pytest.approx(expected, rel=1e-6) and kind == "torch.float32"
-    assert not dist.is_initialized()
+        assert float(torch.linalg.vector_norm(grad)) != pytest.approx(expected, rel=1e-5)  # what 16 bits would say
+        for result in results:
+            assert result[i] == (pytest.approx(expected, rel=1e-6), "torch.float32")

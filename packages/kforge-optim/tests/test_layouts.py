@@ -25,8 +25,8 @@ NAMES = ["adamw", "muon"]
 STEPS = 3
 ROWS, COLUMNS, VOCAB = 8, 4, 13  # B, S; 13 rows of the embedding are cut unevenly by every mesh
 LAYOUTS: dict[int, list[tuple[int, int, int]]] = {  # ranks -> (dp_replicate, dp_shard, tp)
-    2: [(1, 1, 2)],
-    4: [(1, 2, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (2, 1, 2)],
+    2: [(1, 1, 2), (2, 1, 1)],
+    4: [(1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2)],
     8: [(2, 2, 2), (1, 4, 2)],
 }
 
