@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from kforge_optim.algorithm import Slot
 from kforge_optim.sharding import distinct_shards, like_layout, local, local_gradient
 
-_BATCH_ELEMENTS = 2**26
-"""Elements of this rank that are put together at one time: 256 MiB of weights and as much of gradients."""
+_BATCH_ELEMENTS = 2**24
+"""Elements of this rank that are put together at one time: 64 MiB of weights and as much of gradients."""
 
 
 def split_float32(full: Tensor) -> tuple[Tensor, Tensor]:
