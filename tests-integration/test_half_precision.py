@@ -21,7 +21,7 @@ def train(rank, world, layout, precision, reverse, device):
     """Gathered gradients of the first step and weights after the last, in float64."""
     from kforge_model import ModelConfig, Transformer
     from kforge_optim import OptimConfig, build_optimizer, clip
-    from kforge_parallel import ParallelConfig, full_parameters, launch, parallelize, set_last_microbatch
+    from kforge_parallel import ParallelConfig, launch, parallelize, set_last_microbatch
 
     os.environ["LOCAL_RANK"] = "0"  # on a GPU, all ranks share the first, through gloo
     config = ParallelConfig(precision=precision, device=device, **layout)
@@ -44,14 +44,24 @@ def train(rank, world, layout, precision, reverse, device):
             first = {name: whole(p.grad) for name, p in model.named_parameters()}
         optimizer.step(scale=clip.clip_factor(clip.total_norm(model.parameters()), 1.0))
         optimizer.zero_grad()
-    if storage == "split":
-        return first, {name: whole(optimizer.full_weight(name)) for name, _ in model.named_parameters()}
-    return first, {name: weight.double() for name, weight in full_parameters(model).items()}
+    return first, {name: whole(optimizer.full_weight(name)) for name, _ in model.named_parameters()}
 
 
 def whole(tensor):
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.detach().to("cpu", torch.float64)
+    """A tensor in full, in float64 on the CPU. Parts travel as objects: gloo's functional collectives take no CUDA."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", torch.float64)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (offset, tensor.detach().to_local().to("cpu", torch.float64)))
+    full = torch.full(tensor.shape, torch.nan, dtype=torch.float64)
+    for offset, part in parts:
+        full[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
+    return full
 
 
 def distances(a, b):

@@ -140,27 +140,43 @@ class Transformer(nn.Module):
         nothing is left as it lay in memory.
         """
         self.tie()
-        std = self.config.init_std
-        shrunk = std / math.sqrt(2 * self.config.n_layers)
         unknown = [name for name, _ in self.named_buffers()]
         for name, parameter in self.named_parameters():
-            owner = name.split(".")[-2]
-            if owner in ("attn_norm", "q_norm", "k_norm", "mlp_norm", "norm"):
-                if parameter.is_meta:
-                    raise ValueError(f"{name} is on the meta device; call to_empty(device=...) first")
-                fill_(parameter, 1.0)
-            elif owner in ("wo", "w_down"):
-                init_normal_(parameter, seed, name, shrunk)
-            elif owner in ("embed", "wq", "wk", "wv", "w_gate", "w_up"):
-                init_normal_(parameter, seed, name, std)
-            elif owner == "head":
-                init_normal_(parameter, seed, "embed.weight" if self.config.tie_embeddings else name, std)
-            else:
+            if self._std_of(name) is None:
                 unknown.append(name)
+            else:
+                self.init_value_(name, parameter, seed)
         if unknown:
             raise ValueError(
                 f"no rule says how to initialise {', '.join(unknown)}; add one to Transformer.init_weights"
             )
+
+    @torch.no_grad()
+    def init_value_(self, name: str, tensor: Tensor, seed: int = 0) -> Tensor:
+        """Fill ``tensor``, laid out like the parameter called ``name`` but perhaps of another dtype, as `init_weights`
+        fills the parameter; returns it. For storage that holds more of a weight than its parameter does."""
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device; call to_empty(device=...) first")
+        std = self._std_of(name)
+        if std is None:
+            raise ValueError(f"no rule says how to initialise {name}; add one to Transformer.init_weights")
+        if std == 0:
+            return fill_(tensor, 1.0)
+        return init_normal_(tensor, seed, self._init_name(name), std)
+
+    def _std_of(self, name: str) -> float | None:
+        """Standard deviation of a parameter's initial values; 0 for a norm, whose values are 1; None: there is no rule."""
+        owner = name.split(".")[-2]
+        std = self.config.init_std
+        if owner in ("attn_norm", "q_norm", "k_norm", "mlp_norm", "norm"):
+            return 0.0
+        if owner in ("wo", "w_down"):
+            return std / math.sqrt(2 * self.config.n_layers)
+        return std if owner in ("embed", "head", "wq", "wk", "wv", "w_gate", "w_up") else None
+
+    def _init_name(self, name: str) -> str:
+        """Under which name a parameter's numbers are drawn: a tied head's under the embedding's, on every stage."""
+        return "embed.weight" if self.config.tie_embeddings and name == "head.weight" else name
 
     def forward(
         self,

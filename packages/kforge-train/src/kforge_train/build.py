@@ -127,6 +127,18 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
     )
 
 
+def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:
+    """The optimizer of a job over its model. Under split storage, weights start from the same fp32 bits as ever."""
+    storage, seed = config.parallel.storage, config.train.seed
+    optimizer = build_optimizer(model, config.optim, config.train.steps, storage=storage)
+    if storage == "split":
+        optimizer.load_full_weights(
+            (name, model.init_value_(name, torch.empty_like(parameter, dtype=torch.float32), seed))  # type: ignore[operator]
+            for name, parameter in model.named_parameters()
+        )
+    return optimizer
+
+
 def versions() -> dict[str, str]:
     """What produced a run: Python, torch and every kforge package."""
     from importlib.metadata import version
@@ -190,7 +202,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             config=config,
             mesh=mesh,
             model=model,
-            optimizer=build_optimizer(model, config.optim, config.train.steps, storage=config.parallel.storage),
+            optimizer=build_job_optimizer(config, model),
             loader=loader,
             heldout=TokenShards(data.heldout) if data.heldout else None,
             engine=PlainEngine(model, mesh, reduce_each=config.parallel.accumulate == "sharded"),
