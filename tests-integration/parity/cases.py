@@ -83,24 +83,25 @@ VARIANTS: dict[str, Variant] = {
     "fp32": Variant(precision="fp32"),
     "compiled": Variant(parallel={"compile": True}),
     "kept": Variant(accumulate=3, parallel={"reshard_after_forward": False, "prefetch": 1}),
+    "each": Variant(accumulate=3, parallel={"accumulate": "sharded"}),
 }
 EXACT = tuple(name for name in VARIANTS if name.startswith(("packed", "plain")))
+HALF = ("packed", "packed-3-full", "plain-3", "plain-full")  # every pair of choices
 SOME = ("packed-3-full", "plain")
 
-# One layout of every class goes through all variants; the others of a class differ in size, or in what lies between
-# the products. The longest come first, so that processes side by side end together.
-WHOLE = ("rep2-shard2-tp2", "rep2-shard2", "shard2-tp2", "rep2-tp2", "shard2", "rep2", "tp2", "tp2-whole", "one")
-OTHERS = tuple(layout for layout in LAYOUTS if layout not in WHOLE)
-
+# Every class of layouts has one that goes through all pairs of choices or all choices; the others of a class differ
+# in size, or in what lies between the products. The longest come first, so that processes side by side end together.
 TABLE: list[tuple[str, str, tuple[str, ...]]] = [
-    *((layout, "untied", (*EXACT, "fp32")) for layout in WHOLE),
+    *((layout, "untied", (*HALF, "fp32")) for layout in ("rep2-shard2-tp2", "rep2-shard2", "rep2-tp2", "tp2-whole")),
+    *((layout, "untied", (*EXACT, "fp32")) for layout in ("shard2-tp2", "shard2", "rep2", "tp2", "one")),
     ("tp2", "untied", ("compiled",)),
-    ("shard2", "tied", ("compiled",)),
-    *((layout, "untied", (*SOME, "fp32")) for layout in OTHERS),
-    *((layout, "tied", SOME) for layout in (*WHOLE, "tp4")),
-    *((layout, model, SOME) for layout in ("tp4", "shard2-tp2", "tp2", "tp2-whole") for model in ("qk-norm", "one-kv")),
+    *((layout, "untied", SOME) for layout in ("rep2-shard2-tp2-whole", "shard4", "rep4", "tp4", "tp4-whole")),
+    *((layout, "untied", SOME) for layout in ("shard2-tp2-whole", "rep2-tp2-whole")),
+    *((layout, "tied", SOME) for layout in ("rep2-shard2-tp2", "rep2-tp2", "rep2", "tp2-whole", "one")),
+    *((layout, "tied", (*SOME, "kept", "each")) for layout in ("shard2-tp2", "rep2-shard2", "shard2", "tp2")),
     ("rep2-shard2-tp2", "qk-norm", ("packed-3-full",)),
-    *((layout, "tied", ("kept",)) for layout in ("shard2-tp2", "rep2-shard2", "shard2", "tp2")),
+    *((layout, "qk-norm", SOME) for layout in ("shard2-tp2", "tp2", "tp2-whole")),
+    *((layout, "one-kv", SOME) for layout in ("tp4", "shard2-tp2", "tp2", "tp2-whole")),
 ]
 """(layout, model, variants): each line is one start of processes, which run its variants one after the other."""
 

@@ -35,8 +35,8 @@ def pytest_runtest_logreport(report):
         REPORTS.extend(value for name, value in report.user_properties if name == "parity")
 
 
-def pytest_sessionfinish(session):
-    if os.environ.get("KFORGE_KEEP") and REPORTS and not hasattr(session.config, "workerinput"):
+def pytest_sessionfinish(session, exitstatus):
+    if os.environ.get("KFORGE_KEEP") and exitstatus == 0 and not hasattr(session.config, "workerinput"):
         from kept import write
 
         write(REPORTS)

@@ -43,7 +43,12 @@ def commit():
 
 
 def write(reports):
-    """Keep what the tests of a session reported: {"class", "worst"} of cases, {"fault", "caught_by"} of mutations."""
+    """Keep what the tests of a session reported: {"class", "worst"} of cases, {"fault", "caught_by"} of mutations.
+
+    A file is written when all of its tests have run, and left as it is otherwise.
+    """
+    from mutations import MUTATIONS
+
     results = _results()
     environment = {**results.environment(), "commit": commit()}
     worst = {}
@@ -59,6 +64,6 @@ def write(reports):
         ]
         results.write("parity", rows, environment)
     faults = [report for report in reports if "fault" in report]
-    if faults:
+    if len(faults) == len(MUTATIONS):
         rows = [results.row(report["fault"], 1, "caught", target=1, caught_by=report["caught_by"]) for report in faults]
         results.write("mutation", sorted(rows, key=lambda row: row["row"]), environment)

@@ -26,7 +26,7 @@ def run_case(layout, model, variants, folder, fault=None):
     return compare_in(layout, model, variants, folder, fault)
 
 
-@pytest.mark.parametrize(("layout", "model"), USED, ids="-".join)
+@pytest.mark.parametrize(("layout", "model"), USED, ids=["-".join(key) for key in USED])
 def test_without_a_fault_the_cases_are_green(layout, model, references):
     for result in run_case(layout, model, sorted(USED[layout, model]), references).values():
         result.check()

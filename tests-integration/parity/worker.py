@@ -122,7 +122,7 @@ def train_variant(layout, model, variant, mesh, heldout):
     spread = build(layout, model, variant, mesh)
     config = optim_config(variant.precision)
     optimizer = build_optimizer(spread, config, STEPS)
-    engine = PlainEngine(spread, mesh)
+    engine = PlainEngine(spread, mesh, reduce_each=parallel_config(layout, variant).accumulate == "sharded")
     seen = Trajectory()
     for step in range(STEPS):
         batches = window(step, variant, mesh.data_rank, mesh.data_size)
