@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from kforge_optim._torch import stacked
 from kforge_optim.algorithm import Slot, register_optimizer
 from kforge_optim.config import OptimConfig
-from kforge_optim.sharding import local, local_gradient
+from kforge_optim.sharding import gathered, local, local_gradient
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Jordan's quintic: steepest at 0, so five iterations bring singular values of 0.01 and more near 1."""
@@ -108,9 +108,9 @@ class Muon:
         mesh, placements = like.device_mesh, [stacked(placement) for placement in like.placements]
         shape = torch.Size((update_Nrc.size(0), *like.shape))
         stride = (shape[1] * shape[2], shape[2], 1)
-        whole_NRC = DTensor.from_local(
-            update_Nrc, mesh, placements, run_check=False, shape=shape, stride=stride
-        ).full_tensor()
+        whole_NRC = gathered(
+            DTensor.from_local(update_Nrc, mesh, placements, run_check=False, shape=shape, stride=stride)
+        )
         whole_NRC = newton_schulz(whole_NRC, steps=self.ns_steps)
         everywhere = DTensor.from_local(whole_NRC, mesh, [Replicate()] * mesh.ndim, run_check=False)
         # From Replicate to Shard each rank cuts out its own part; nothing is sent.

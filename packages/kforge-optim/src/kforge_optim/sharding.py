@@ -58,6 +58,16 @@ def distinct_shards(tensor: Tensor) -> int:
     return shards
 
 
+def gathered(tensor: DTensor) -> Tensor:
+    """The whole tensor on every rank. One mesh dimension after the other, from the slowest: asked for all at once,
+    torch does the same where several cut one dimension, and warns of it on each rank."""
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return local(tensor)
+
+
 def local_part(source: Tensor, like: Tensor) -> Tensor:
     """What of ``source`` this rank holds once it is laid out as ``like``; either may be a DTensor, of any layout.
 
@@ -72,13 +82,13 @@ def local_part(source: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
         mesh, placements = like.device_mesh, like.placements
         if isinstance(source, DTensor) and source.device_mesh != mesh:
-            source = source.full_tensor()
+            source = gathered(source)
         if not isinstance(source, DTensor):
             # Every rank has the whole tensor, so nothing is sent: each keeps its own shard.
             source = distribute_tensor(source.to(like.device), mesh, placements, src_data_rank=None)
         source = source.redistribute(mesh, placements)
     elif isinstance(source, DTensor):
-        source = source.full_tensor()
+        source = gathered(source)
     return local(source)
 
 
