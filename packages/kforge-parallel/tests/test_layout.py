@@ -96,3 +96,8 @@ def test_what_is_accepted_splits_evenly_and_what_is_refused_does_not(tp, heads, 
         assert f"parallel.tp = {tp}" in str(error)
     else:
         assert even
+
+
+def test_what_is_not_proven_on_several_gpus_is_refused_there_too():
+    with pytest.raises(ValueError, match=r"parallel\.async_tp = true is not available in this version"):
+        check_layout(ParallelConfig(device="cuda", tp=2, async_tp=True), 2)

@@ -22,7 +22,8 @@ class ParallelConfig:
     """Between matrices, tensor-parallel processes hold a part of each row instead of the same whole row. False: the
     whole row on each of them, which costs activation memory. Without effect where tp is 1."""
     async_tp: bool = False
-    """Overlap tensor-parallel transfers with the matrix products through symmetric memory; CUDA only."""
+    """Overlap tensor-parallel transfers with the matrix products through symmetric memory; CUDA only, and not
+    available in this version."""
     cp: int = 1
     """Processes that split each row of tokens (context parallelism). -1: all that are left."""
     pp: int = 1

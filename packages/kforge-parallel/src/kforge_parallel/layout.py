@@ -69,6 +69,11 @@ def check_layout(
     for name in ("async_tp", "cpu_offload"):
         if getattr(config, name) and not _on_cuda(config):
             raise ValueError(f"parallel.{name} = true works on CUDA only, and this runs on the CPU; set it to false")
+    if config.async_tp:
+        raise ValueError(
+            "parallel.async_tp = true is not available in this version: it has not been proven on several GPUs; set it "
+            "to false"
+        )
     return axes
 
 
