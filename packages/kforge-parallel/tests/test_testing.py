@@ -1,5 +1,7 @@
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import comparable
 import pytest
@@ -8,7 +10,7 @@ from toy import Toy, fill
 
 from kforge_parallel import ParallelConfig
 from kforge_parallel.testing import FLOAT32, FLOAT64, Comparison, Limits, Trajectory, compare, differences
-from kforge_testing import run_ranks
+from kforge_testing import RankFailure, run_ranks
 
 toy = partial(compare, model=Toy, batch=comparable.BATCH, loss=comparable.loss, run=run_ranks)
 
@@ -40,6 +42,30 @@ def test_options(options):
     result = toy(**options).check()
     assert len(result.errors["loss"]) == options.get("steps", 3)
     assert result.limits is (FLOAT32 if options.get("precision") == "fp32" else FLOAT64)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_replicate": 2}, {"sequence_parallel": False}], ids=str)
+def test_a_split_model(layout):
+    toy(ParallelConfig(tp=2, **layout), model=comparable.Split, loss=comparable.split_loss).check()
+
+
+def test_a_plan_that_is_wrong_is_found_out_or_refused():
+    split = partial(toy, model=comparable.Split, loss=comparable.split_loss)
+    whole = {**comparable.Split.plan, "layers.*.0": "sequence", "layers.*.2": "sequence"}
+    assert split(ParallelConfig(tp=2), plan=whole).ok  # nothing of the layers is split, which is allowed, and right
+    alone = {**whole, "layers.*.0": "replicate"}
+    assert split(ParallelConfig(tp=2, sequence_parallel=False), plan=alone).differing["gradients"]
+    with pytest.raises(RankFailure, match="matches no module"):
+        split(ParallelConfig(tp=2), plan={**whole, "layer.*.0": "colwise"})
+
+
+def test_the_readme_s_lines():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "import compare" in code)
+    scope = {"ParallelConfig": ParallelConfig, "MyModel": comparable.Split}
+    scope |= {"batch": comparable.BATCH, "loss": comparable.split_loss}
+    exec(code, scope)
+    assert str(scope["result"]).startswith("dp_shard 2 × tp 2 against")
 
 
 def test_a_mean_over_local_tokens_is_found_out():
