@@ -112,3 +112,36 @@ def test_reduction_waits_for_the_last_microbatch(options):
     assert each == {name: 3 * count for name, count in one.items()}
     torch.testing.assert_close(deferred, 3 * single, rtol=1e-6, atol=0)
     torch.testing.assert_close(immediate, deferred, rtol=1e-6, atol=0)
+
+
+class Shared(nn.Module):
+    """A weight, or a whole module, that lies in two units."""
+
+    block_list = "layers"
+
+    def __init__(self, what):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+        if what == "weight":
+            self.head.weight = self.layers[1][0].weight
+        else:
+            self.layers[1][0] = self.layers[0][0]
+
+
+def shared(rank, world):
+    from kforge_parallel import launch, parallelize
+
+    mesh = launch()
+    said = []
+    for what in ("weight", "module"):
+        with pytest.raises(ValueError) as error:
+            parallelize(lambda what=what: Shared(what), mesh, precision="fp32")
+        said.append(str(error.value))
+    return said
+
+
+def test_what_lies_in_two_units_is_refused():
+    weight, module = run_ranks(shared, 1, init=False)[0]
+    assert "layers.1.0.weight and head.weight are one parameter in two FSDP units" in weight
+    assert "a Linear is used in 2 FSDP units" in module

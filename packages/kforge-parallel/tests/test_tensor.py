@@ -224,3 +224,77 @@ def test_what_cannot_be_cut_is_refused_with_both_numbers():
     assert "does not say how many key/value heads" in kv
     assert "Linear is to work on a part of the vocabulary" in head
     assert "rows of 6 tokens cannot be split over tp = 4" in tail and "sequence_parallel = false" in tail
+
+
+class Twice(nn.Module):
+    """One MLP used under two names."""
+
+    plan: ClassVar = {"*.0": "colwise", "*.2": "rowwise", "norm": "sequence"}
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.first = self.second = nn.Sequential(nn.Linear(DIM, WIDE), nn.GELU(), nn.Linear(WIDE, DIM))
+
+    def forward(self, x):
+        x = x + self.first(self.norm(x))
+        return x + self.second(x)
+
+
+def used_twice(rank, world):
+    from kforge_parallel import ParallelConfig, launch, parallelize
+
+    config = ParallelConfig(tp=world, precision="fp64")
+    mesh = launch(config)
+    model = parallelize(Twice, mesh, config, init=fill, gradients="sum")
+    x = values("x", (2, TOKENS, DIM)).chunk(world, 1)[rank]
+    model(x).square().sum().backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def test_a_module_used_twice_is_cut_once():
+    model = Twice().double()
+    fill(model)
+    model(values("x", (2, TOKENS, DIM))).square().sum().backward()
+    for gradients in run_ranks(used_twice, 2):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-11, msg=name)
+
+
+class Odd(nn.Module):
+    """Modules that tensor parallelism cannot serve as they are called or built."""
+
+    plan: ClassVar = {"up": "colwise", "down": "rowwise", "embed": "vocab_embedding"}
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(VOCAB, DIM, padding_idx=0 if kind == "padding" else None)
+        self.up, self.down = nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
+        if kind == "tuple":
+            self.down.forward = lambda x: (F.linear(x, self.down.weight), None)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.down(self.up(input=x) if self.kind == "keywords" else self.up(x))
+
+
+def odd_models(rank, world):
+    from kforge_parallel import ParallelConfig, launch, parallelize
+
+    config = ParallelConfig(tp=world, precision="fp64")
+    mesh = launch(config)
+    said = []
+    for kind in ("keywords", "tuple", "padding"):
+        try:
+            parallelize(lambda kind=kind: Odd(kind), mesh, config)(IDS)
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_modules_that_cannot_be_served_are_named():
+    keywords, several, padding = run_ranks(odd_models, 2)[0]
+    assert "Linear gets its input from other tensor-parallel ranks" in keywords and "keywords only" in keywords
+    assert "must return one tensor" in several and "it returned tuple" in several
+    assert "an embedding with padding_idx = 0 cannot be cut over the vocabulary" in padding

@@ -3,6 +3,8 @@ gradients are reduced. With ``dp_replicate`` above 1 (HSDP) shards are reduced o
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -71,9 +73,10 @@ def shard(
             offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
         )
 
+    groups = find_units(model)
+    _check_units(model, [*([block] for block in blocks), *groups])
     for block in blocks:
         unit(block, reshard_after_forward)
-    groups = find_units(model)
     for i, group in enumerate(groups):
         # The last unit is the first that backward needs: to free it in between would be to gather it twice.
         unit(group, reshard_after_forward and i < len(groups) - 1)
@@ -87,6 +90,27 @@ def shard(
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
                 module.set_gradient_divide_factor(1.0)
+
+
+def _check_units(model: nn.Module, units: list[list[nn.Module]]) -> None:
+    """Raise ValueError for a parameter that two units hold: torch gathers it for one, or takes it for two."""
+    inside = {module: i for i, unit in enumerate(units) for top in unit for module in top.modules()}
+    holders: dict[nn.Parameter, tuple[int, str]] = {}
+    for owner, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name, unit = f"{owner}.{leaf}".lstrip("."), inside.get(module, len(units))
+            first, where = holders.setdefault(parameter, (unit, name))
+            if first != unit:
+                raise ValueError(
+                    f"{where} and {name} are one parameter in two FSDP units; name both modules in one list of the "
+                    "model's fsdp_units(), as in [['embed', 'norm', 'head']]"
+                )
+    for module, count in Counter(module for unit in units for top in unit for module in {*top.modules()}).items():
+        if count > 1 and any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(
+                f"a {type(module).__name__} is used in {count} FSDP units, each of which would gather and free its "
+                "weights; use it inside one block, or make a module for each and tie nothing"
+            )
 
 
 def shard_dim(shape: torch.Size, shards: int) -> int:

@@ -56,7 +56,7 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str]) -> Resolved:
     An entry names modules, or parameters that their module uses in its own forward. Raises ValueError for an unknown
     word, an entry that matches nothing, two words for one module, and a parameter that no entry covers.
     """
-    modules = [name for name, _ in model.named_modules() if name]
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     by_module: dict[str, str] = {}
     by_parameter: dict[str, str] = {}

@@ -73,11 +73,16 @@ def apply_plan(
         if not isinstance(whole, DTensor):
             module.register_parameter(leaf, cut[id(whole)])
     gathered = {name for name, word in resolved.modules.items() if word == "gather"}
-    for name in gathered:
-        _replace_forward(model.get_submodule(name), before=split.enter)
+    # A module that is used in two places has two names, and is changed once.
+    for module in {model.get_submodule(name) for name in gathered}:
+        _replace_forward(module, before=split.enter)
+    done: set[nn.Module] = set()
     for name, words in owners.items():
-        inside = any(name == whole or name.startswith(whole + ".") for whole in gathered)
-        split.localise(model.get_submodule(name), words, gathered=inside)
+        module = model.get_submodule(name)
+        if module not in done:
+            done.add(module)
+            inside = any(name == whole or name.startswith(whole + ".") for whole in gathered)
+            split.localise(module, words, gathered=inside)
 
 
 class _Split:
@@ -203,6 +208,12 @@ class _Split:
 
     def look_up_own_rows(self, module: nn.Module, rows: int) -> None:
         """Make an embedding give zeros for ids of other ranks, and the sum over ranks to the residual stream."""
+        for option in ("padding_idx", "max_norm"):
+            if getattr(module, option, None) is not None:
+                raise ValueError(
+                    f"an embedding with {option} = {getattr(module, option)} cannot be cut over the vocabulary: it "
+                    f"would be applied to each part's own rows; build it without {option}"
+                )
         look_up, start = module.forward, self.rank * rows
 
         def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,17 +239,28 @@ def _replace_forward(
     parameters: Mapping[str, Local] = local or {}
     left_out = bias or []
 
-    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            x = before(x)
+            if not args or not isinstance(args[0], Tensor):
+                came = type(args[0]).__name__ if args else "keywords only"
+                raise TypeError(
+                    f"{type(module).__name__} gets its input from other tensor-parallel ranks, so the input must be "
+                    f"its first positional argument, a tensor; what came was {came}"
+                )
+            args = (before(args[0]), *args[1:])
         whole: dict[str, Any] = {name: module._parameters[name] for name in parameters}
         parts: dict[str, Any] = {name: part(whole[name]) for name, part in parameters.items()}
         module._parameters.update({name: None if name in left_out else part for name, part in parts.items()})
         try:
-            y = forward(x, *args, **kwargs)
+            y = forward(*args, **kwargs)
         finally:
             module._parameters.update(whole)
         if after is not None:
+            if not isinstance(y, Tensor):
+                raise TypeError(
+                    f"{type(module).__name__} ends a row-wise product, so it must return one tensor, which is summed "
+                    f"over ranks; it returned {type(y).__name__}"
+                )
             y = after(y)
         for name in left_out:
             y = y + parts[name].to(y.dtype)
