@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from kforge_parallel.collectives import copy, gather, reduce, scatter, summed
 from kforge_parallel.plan import resolve_plan
@@ -51,27 +52,22 @@ def apply_plan(
     """
     resolved = resolve_plan(model, plan)
     split = _Split(mesh, sequence_parallel, kv_heads)
-    placed: dict[int, tuple[str, nn.Parameter, str]] = {}
+    placed: dict[nn.Parameter, tuple[str, Placement]] = {}
     owners: dict[str, dict[str, str]] = {}
     for name, word in resolved.parameters.items():
         owner, _, leaf = name.rpartition(".")
         owners.setdefault(owner, {})[leaf] = word
         parameter = model.get_parameter(name)
         placement = split.placement(name, parameter, word)
-        if id(parameter) in placed:
-            first, _, where = placed[id(parameter)]
-            if where != str(placement):
-                raise ValueError(
-                    f"{first} and {name} are one parameter, but the plan cuts them as {where} and {placement}"
-                )
-        placed[id(parameter)] = (name, parameter, str(placement))
-    cut = {key: split.cut(name, parameter, resolved.parameters[name]) for key, (name, parameter, _) in placed.items()}
+        first, where = placed.setdefault(parameter, (name, placement))
+        if where != placement:
+            raise ValueError(f"{first} and {name} are one parameter, but the plan cuts them as {where} and {placement}")
+    cut = {parameter: split.cut(parameter, placement) for parameter, (_, placement) in placed.items()}
     for name in resolved.parameters:
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
         whole = model.get_parameter(name)
-        if not isinstance(whole, DTensor):
-            module.register_parameter(leaf, cut[id(whole)])
+        if whole in cut:  # not yet reached by another name of its module
+            model.get_submodule(owner).register_parameter(leaf, cut[whole])
     gathered = {name for name, word in resolved.modules.items() if word == "gather"}
     # A module that is used in two places has two names, and is changed once.
     for module in {model.get_submodule(name) for name in gathered}:
@@ -127,9 +123,8 @@ class _Split:
             )
         return self.kv_heads % self.size == 0
 
-    def cut(self, name: str, parameter: nn.Parameter, word: str) -> nn.Parameter:
+    def cut(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         """The parameter as a DTensor that holds this rank's part; nothing is sent."""
-        placement = self.placement(name, parameter, word)
         local = parameter.detach()
         if isinstance(placement, Shard):
             local = local.chunk(self.size, placement.dim)[self.rank].clone(memory_format=torch.contiguous_format)
