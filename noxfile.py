@@ -1,4 +1,4 @@
-"""What is checked, and how: `nox` runs lint, types, the tests of every package and the integration tests.
+"""What is checked, and how: `nox` runs lint, types, the tests of every package, the integration tests and parity.
 
 `nox -l` lists all sessions. Words after `--` go to pytest: `nox -s "tests(kforge-data)" -- -k loader`. Standard
 library and nox only; uv makes the environments where it is present, virtualenv and pip where it is not.

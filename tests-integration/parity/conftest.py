@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import VOCAB
 
 # The fork server imports what every worker needs once, where nothing has started it before.
-ranks.PRELOAD += ["kforge_model", "kforge_train.evaluate", "kforge_parallel.testing", "worker"]
+ranks.PRELOAD += ["kforge_model", "kforge_train.evaluate", "kforge_parallel.testing"]
 
 REPORTS = []
 
