@@ -13,7 +13,7 @@ from kforge_optim import build_schedule
 from kforge_train import quickstart, resolve_config
 
 
-@pytest.mark.timeout(300)  # eight processes one after the other, beside another test
+@pytest.mark.timeout(300)  # a chain of processes, beside another test
 def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
     folder = tmp_path / "quick"
     folder.mkdir()
