@@ -12,6 +12,7 @@ VOCAB = 64
 ROWS, TOKENS = 12, 16  # of a global batch: 4 data ranks with 3 microbatches have a row each
 STEPS = 3
 SILENT_ROW = 5  # nothing in it is scored
+LIMIT_S = 240  # of one start of processes; the longest takes a tenth of it on two idle cores
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},

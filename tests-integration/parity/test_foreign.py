@@ -2,7 +2,7 @@
 
 import foreign
 import pytest
-from cases import LAYOUTS
+from cases import LAYOUTS, LIMIT_S
 
 from kforge_parallel import ParallelConfig
 from kforge_parallel.testing import compare
@@ -18,6 +18,7 @@ def compare_foreign(layout, model=foreign.Foreign, **options):
         norm=foreign.own_norm,
         plan=foreign.PLAN,
         run=run_ranks,
+        timeout_s=LIMIT_S,
         **options,
     )
 

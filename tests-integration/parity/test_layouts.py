@@ -1,7 +1,7 @@
 """Every layout computes what one process computes: the table of cases.py, in float64 to the last bits."""
 
 import pytest
-from cases import LAYOUTS, TABLE, VARIANTS, axes_of, class_of, counts, world_of
+from cases import LAYOUTS, LIMIT_S, TABLE, VARIANTS, axes_of, class_of, counts, world_of
 from kept import kept_counts
 from worker import compare_variants, parallel_config
 
@@ -22,10 +22,10 @@ def worst_over_ranks(by_rank):
     return merged
 
 
-def compare_in(layout, model, variants, folder, fault=None, timeout_s=100):
+def compare_in(layout, model, variants, folder, fault=None):
     """Variant -> Comparison."""
     by_rank = run_ranks(
-        compare_variants, world_of(layout), layout, model, variants, str(folder), fault, timeout_s=timeout_s
+        compare_variants, world_of(layout), layout, model, variants, str(folder), fault, timeout_s=LIMIT_S
     )
     return {
         name: Comparison(

@@ -1,12 +1,13 @@
 """Faults that trainers of this kind have shipped, each as a test of its own."""
 
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import VARIANTS, Variant, world_of
+from cases import LIMIT_S, VARIANTS, Variant, world_of
 from torch.distributed.tensor import DTensor
 from worker import SEED, build, model_config, optim_config, parallel_config, start, window
 
@@ -14,8 +15,10 @@ from kforge_ckpt import Checkpointer
 from kforge_model import Transformer, num_parameters
 from kforge_optim import build_optimizer, clip
 from kforge_parallel.testing import full
-from kforge_testing import run_ranks
+from kforge_testing import run_ranks as run_ranks_within
 from kforge_train.engine import PlainEngine
+
+run_ranks = partial(run_ranks_within, timeout_s=LIMIT_S)
 
 
 def worst(a, b):
