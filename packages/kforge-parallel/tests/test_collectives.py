@@ -93,3 +93,37 @@ def summed_in_half_precision(rank, world):
 def test_gradients_of_whole_weights_are_summed_wide_and_rounded_once():
     """In bf16, 256 + 1 is 256: three ones would vanish one after the other. 259 rounds to 260."""
     assert run_ranks(summed_in_half_precision, 4) == [260.0] * 4
+
+
+def compiled_transfers(rank, world):
+    """Transfers inside a compiled graph whose gradients differ from those outside of it."""
+    import torch.distributed as dist
+
+    from kforge_parallel import collectives
+
+    wrong = []
+    for name, more in [
+        ("copy", ()),
+        ("reduce", ()),
+        ("gather", (-2,)),
+        ("scatter", (-2,)),
+        ("collect", (-1,)),
+        ("split", (-1,)),
+    ]:
+
+        def product(x, w, name=name, more=more):
+            return getattr(collectives, name)(torch.tanh(x @ w), dist.group.WORLD, *more) * 2
+
+        seen = []
+        for function in (product, torch.compile(product, backend="aot_eager")):
+            x, w = torch.linspace(-1, 1, 24).view(2, 4, 3), torch.linspace(0, 1, 12).view(3, 4) + rank
+            x.requires_grad_(), w.requires_grad_()
+            y = function(x, w)
+            seen.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
+        if not all(torch.allclose(a, b, rtol=1e-5) and bool(b.any()) for a, b in zip(*seen, strict=True)):
+            wrong.append(name)
+    return wrong
+
+
+def test_gradients_go_through_compiled_transfers():
+    assert run_ranks(compiled_transfers, 2, timeout_s=120) == [[], []]
