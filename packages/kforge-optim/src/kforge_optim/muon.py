@@ -113,8 +113,9 @@ class Muon:
         )
         whole_NRC = newton_schulz(whole_NRC, steps=self.ns_steps)
         everywhere = DTensor.from_local(whole_NRC, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        # From Replicate to Shard each rank cuts out its own part; nothing is sent.
-        return local(everywhere.redistribute(placements=placements))
+        # From Replicate to Shard each rank cuts out its own part; nothing is sent. Offloaded shards were gathered, and
+        # orthogonalised, on the mesh's device, and their part goes back.
+        return local(everywhere.redistribute(placements=placements)).to(update_Nrc.device)
 
 
 def _put(old: Tensor, new: Tensor, accept: Tensor | None) -> None:

@@ -91,7 +91,7 @@ def parallelize(
         )
         check("sharding")
     if init is not None:
-        untouched = _allocate(model, torch.device("cpu") if config.cpu_offload else mesh.device)
+        untouched = _allocate(model, mesh.device, torch.device("cpu") if config.cpu_offload else mesh.device)
         check("allocation")
         init(model)
         _check_filled(model, untouched)
@@ -154,8 +154,9 @@ def _share_values(model: nn.Module, mesh: Mesh) -> None:
                 dist.broadcast(tensor, src=0)
 
 
-def _allocate(model: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
-    """Give every meta tensor storage, filled with NaN so that a value that nobody sets is found.
+def _allocate(model: nn.Module, device: torch.device, parameters: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
+    """Give every meta tensor storage, filled with NaN so that a value that nobody sets is found: buffers on ``device``,
+    parameters on theirs.
 
     Parameters keep their identity (swapped, not replaced): ties and FSDP2's own references stay true. Returns the
     tensors that have no NaN (of integers, say), and how often each has been written to.
@@ -163,9 +164,12 @@ def _allocate(model: nn.Module, device: torch.device) -> dict[str, tuple[torch.T
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        model.to_empty(device=device)
+        model.to_empty(device=parameters)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
     untouched = {}
     with torch.no_grad():
         for name, tensor in _tensors(model).items():
