@@ -44,6 +44,7 @@ class LossScaler:
         if growth_interval < 1:
             raise ValueError(f"growth_interval = {growth_interval} must be at least 1 step")
         self.enabled = enabled
+        self.init_scale = init_scale
         self.growth_interval = growth_interval
         self.scale = torch.full((), init_scale if enabled else 1.0, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
@@ -68,12 +69,16 @@ class LossScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on exactly from a saved state, of tensors or numbers. Waits for the device.
 
-        Raises ValueError when the state is of a scaler that was on and this one is off, or the reverse, and for a scale
-        that is no power of two in [1, 2**24].
+        A run may change its precision at a restart: the state of a scaler that was on says nothing to one that is off,
+        and after a state of one that was off, one that is on begins at its ``init_scale``. Raises ValueError for a
+        scale that is no power of two in [1, 2**24].
         """
-        if bool(state_dict["enabled"]) != self.enabled:
-            was, now = ("on", "off") if state_dict["enabled"] else ("off", "on")
-            raise ValueError(f"loss scaling was {was} when this was saved and is {now} now; keep the precision")
+        if not self.enabled:
+            return
+        if not state_dict["enabled"]:
+            self.scale.fill_(self.init_scale)
+            self._good_steps.zero_()
+            return
         scale, good_steps = float(state_dict["scale"]), int(state_dict["good_steps"])
         check_scale("the saved scale", scale)
         self.scale.fill_(scale)
