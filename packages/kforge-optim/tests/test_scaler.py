@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -71,13 +72,21 @@ def test_law_3_resume_is_exact(stop: int, numbers: bool) -> None:
     assert before + scales(second, gates[stop:]) == straight
 
 
-def test_a_run_may_change_its_precision_at_a_restart() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_run_may_change_its_precision_at_a_restart(in_place: bool) -> None:
     on, off = LossScaler(init_scale=8.0, growth_interval=3), LossScaler(enabled=False)
+
+    def restore(scaler: LossScaler, saved: dict[str, Any]) -> None:
+        live = scaler.state_dict()
+        if in_place:  # as a checkpointer does before it hands the state over
+            saved = {name: live[name].copy_(v) if isinstance(v, torch.Tensor) else v for name, v in saved.items()}
+        scaler.load_state_dict(saved)
+
     scales(on, "-++")
-    off.load_state_dict(on.state_dict())
-    assert scales(off, "+++-") == [1, 1, 1, 1]
-    on.load_state_dict(off.state_dict())
-    assert scales(on, "++++") == [8, 8, 16, 16]  # anew: neither the old scale nor the old count
+    restore(off, on.state_dict())
+    assert off.scale == 1 and scales(off, "+++-") == [1, 1, 1, 1]
+    restore(on, off.state_dict())
+    assert on.scale == 8 and scales(on, "++++") == [8, 8, 16, 16]  # anew: neither the old scale nor the old count
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -44,9 +44,9 @@ class LossScaler:
         if growth_interval < 1:
             raise ValueError(f"growth_interval = {growth_interval} must be at least 1 step")
         self.enabled = enabled
-        self.init_scale = init_scale
+        self.init_scale = init_scale if enabled else 1.0
         self.growth_interval = growth_interval
-        self.scale = torch.full((), init_scale if enabled else 1.0, dtype=torch.float32, device=device)
+        self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     @torch.no_grad()
@@ -73,9 +73,8 @@ class LossScaler:
         and after a state of one that was off, one that is on begins at its ``init_scale``. Raises ValueError for a
         scale that is no power of two in [1, 2**24].
         """
-        if not self.enabled:
-            return
-        if not state_dict["enabled"]:
+        if not (self.enabled and state_dict["enabled"]):
+            # Filled, not left: a checkpointer may have copied the saved state into the live tensors.
             self.scale.fill_(self.init_scale)
             self._good_steps.zero_()
             return
