@@ -77,9 +77,15 @@ def test_json_is_the_table(capsys):
     [
         (["--world", "6", "--tp", "4"], "6 processes cannot be divided"),
         (["--world", "0"], "at least one process"),
-        (["--world", "4", "--tp", "0"], "parallel.tp = 0"),
-        (["--world", "4", "--ranks-per-host", "0"], "ranks per host = 0"),
-        (["--world", "4", "--tp", "-1", "--dp-replicate", "-1"], "only one axis"),
+        (["--world", "1", "--tp", "2"], "product is 2 (tp 2); set --world to a multiple of 2, or make an axis smaller"),
+        (["--world", "1", "--dp-shard", "2"], "--world is 1; set --world to 2, or set --dp-shard -1 to take"),
+        (["--world", "4", "--dp-shard", "2"], "--world is 4; set --world to 2, or set --dp-shard -1 to take"),
+        (["--world", "4", "--tp", "0"], "--tp 0 must"),
+        (["--world", "4", "--dp-replicate", "-2"], "--dp-replicate -2 must"),
+        (["--world", "4", "--ep", "3"], "--ep 3 does not divide"),
+        (["--world", "4", "--ranks-per-host", "0"], "--ranks-per-host 0"),
+        (["--world", "4", "--tp", "-1", "--dp-replicate", "-1"], "--dp-replicate and --tp are -1, but only one axis"),
+        (["--world", "1000001"], "--world 1000001 is more than the 1,000,000 processes"),
     ],
 )
 def test_what_cannot_be_is_an_error_of_one_line(arguments, words, capsys):
@@ -87,6 +93,17 @@ def test_what_cannot_be_is_an_error_of_one_line(arguments, words, capsys):
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+    assert "parallel." not in error
+    assert "torchrun" not in error
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    command = [sys.executable, "-m", "kforge_parallel", "mesh", "--world", "2000", "--json"]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.stdout.read(10)  # the rest, more than a pipe holds, is not taken
+    done.stdout.close()
+    assert done.stderr.read() == b""
+    assert done.wait(timeout=60) == 0
 
 
 def test_unknown_axes_are_named():

@@ -42,6 +42,36 @@ def test_values_that_cannot_be_are_named(field, value):
         ParallelConfig(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("tp", "2", "= '2' must be an integer"),
+        ("tp", 2.0, "= 2.0 must be an integer"),
+        ("dp_shard", True, "= True must be an integer"),
+        ("prefetch", None, "= None must be an integer"),
+        ("compile", 1, "= 1 must be true or false"),
+        ("sequence_parallel", "false", "= 'false' must be true or false"),
+        ("step_timeout_s", "60", "= '60' must be a number"),
+        ("init_timeout_s", True, "= True must be a number"),
+        ("device", "gpu", "= 'gpu' is unknown; use one of auto, cpu, cuda"),
+        ("storage", "splt", "= 'splt' is unknown; use one of fp32, split"),
+        ("precision", "fp8", "= 'fp8' is unknown; use one of bf16, fp16, tf32, fp32, fp64"),
+        ("recompute", True, "= True is unknown; use one of none, full"),
+        ("accumulate", ["sharded"], "= ['sharded'] is unknown; use one of unsharded, sharded"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_what_to_use(field, value, says):
+    with pytest.raises(ValueError, match=re.escape(f"parallel.{field} {says}")):
+        ParallelConfig(**{field: value})
+
+
+def test_every_field_is_of_a_kind_that_is_checked():
+    for field in dataclasses.fields(ParallelConfig):
+        with pytest.raises(ValueError, match=rf"parallel\.{field.name} = \(\)"):
+            ParallelConfig(**{field.name: ()})
+    assert ParallelConfig(init_timeout_s=60).init_timeout_s == 60  # a whole number is a number
+
+
 def test_split_storage_is_of_bf16_only():
     with pytest.raises(ValueError, match=r"parallel\.storage = split .* parallel\.precision = fp32"):
         ParallelConfig(storage="split", precision="fp32")

@@ -36,8 +36,22 @@ def test_what_is_to_come_is_refused_with_what_to_set(axis):
 def test_what_is_to_come_is_refused_before_the_number_of_processes_is_looked_at():
     with pytest.raises(ValueError, match=r"context parallelism is not available in this version"):
         check_layout(ParallelConfig(cp=2), 1)
-    with pytest.raises(ValueError, match="1 processes cannot be divided"):
+    with pytest.raises(ValueError, match="1 process cannot be divided"):
         check_layout(ParallelConfig(tp=2), 1)
+
+
+def test_too_few_processes_are_told_the_command_that_starts_enough():
+    command = "with torchrun --nproc-per-node 4 or srun --ntasks 4"
+    assert f"start a multiple of 4 {command}, or make an axis smaller" in refusal(2, None, tp=4)
+    assert f"1 is running; start 4 {command}, or set" in refusal(1, None, tp=2, dp_shard=2)
+    assert "torchrun" not in refusal(6, None, tp=2, dp_shard=2) + refusal(6, None, tp=4)  # those run already
+
+
+def test_a_misspelt_size_is_refused_not_passed_over():
+    assert "unknown key 'n_head'; did you mean n_heads or n_kv_heads?" in refusal(2, {"n_head": 3}, tp=2)
+    said = refusal(2, {**SHAPE, "colour": 3}, tp=2)
+    assert "unknown key 'colour'; use some of vocab_size, dim, n_layers," in said
+    assert "n_experts" in said
 
 
 def refusal(world, shape, row_tokens=None, **axes):

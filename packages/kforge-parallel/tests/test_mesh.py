@@ -18,7 +18,7 @@ def test_minus_one_takes_all(world):
 
 @pytest.mark.parametrize(("axis", "world"), [(4, 2), (2, 4), (1, 3)])
 def test_a_product_other_than_the_world_is_refused_with_both_numbers(axis, world):
-    with pytest.raises(ValueError, match=f"wants {axis} processes, but {world} are running"):
+    with pytest.raises(ValueError, match=f"wants {axis} process(es)?, but {world} are running"):
         resolve_axes(ParallelConfig(dp_shard=axis), world)
 
 

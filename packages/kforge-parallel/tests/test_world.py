@@ -62,8 +62,18 @@ MALFORMED = [
 def test_c33_malformed_host_lists_are_refused(text):
     with pytest.raises(ValueError, match="cannot be read"):
         kp.expand_hosts(text)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="cannot be read" if text else "SLURM_STEP_NODELIST"):
         kp.find_world({**SLURM, "SLURM_STEP_NODELIST": text, "SLURM_JOB_NODELIST": ""})
+
+
+def test_tasks_without_a_host_list_are_told_the_variable():
+    env = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
+    said = "SLURM_STEP_NUM_TASKS = 8, but SLURM_STEP_NODELIST does not say .* start with srun, .* export MASTER_ADDR"
+    with pytest.raises(ValueError, match=said):
+        kp.find_world(env)
+    assert kp.find_world({**env, "MASTER_ADDR": "node7"}).address == "node7"
+    alone = {**env, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert kp.find_world(alone).address == "127.0.0.1"
 
 
 @given(
@@ -248,7 +258,12 @@ def test_a_batch_script_and_a_plain_shell_are_one_process():
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({**TORCHRUN, "RANK": "4"}, "rank 4 does not exist in a world of 4"),
+        ({**TORCHRUN, "RANK": "4"}, "rank 4 does not exist in a world of 4 processes"),
+        ({**TORCHRUN, "RANK": "4", "WORLD_SIZE": "1"}, r"in a world of 1 process \("),
+        ({"RANK": "1"}, "RANK = 1, but WORLD_SIZE is not set: start with torchrun or srun, or export WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2, but RANK is not set: start with torchrun or srun, or export RANK"),
+        ({**SLURM, "WORLD_SIZE": "2"}, "WORLD_SIZE = 2, where SLURM says 8, but RANK is not set"),
+        ({**SLURM, "RANK": "0"}, "RANK = 0, where SLURM says 5, but WORLD_SIZE is not set"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT = 'http' must be a number"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_PORT"),
         ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT = 0 is no port that 4 processes can meet at"),
@@ -257,6 +272,25 @@ def test_a_batch_script_and_a_plain_shell_are_one_process():
 def test_a_broken_environment_is_named(env, words):
     with pytest.raises(ValueError, match=words):
         kp.find_world(env)
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_mpirun_are_told_how_to_start(name):
+    said = (
+        rf"mpirun has started 4 processes \({name}\).* start with torchrun or srun, or export RANK, WORLD_SIZE, "
+        "LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+    )
+    # SLURM starts one daemon of mpirun a host, and sees those only
+    for env in ({}, SLURM):
+        with pytest.raises(ValueError, match=said):
+            kp.find_world({**env, name: "4"})
+    assert kp.find_world({**TORCHRUN, name: "4"}).source == "torchrun"  # exported
+    assert kp.find_world({name: "1"}).source == "single"
+
+
+def test_srun_may_set_what_others_set_too():
+    same = {"PMI_SIZE": "8", "PMI_RANK": "5", "WORLD_SIZE": "8"}
+    assert kp.find_world({**SLURM, **same}) == kp.find_world(SLURM)
 
 
 def launched(rank, world):

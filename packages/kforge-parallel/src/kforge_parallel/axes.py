@@ -28,19 +28,20 @@ def resolve_axes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     if -1 in sizes.values():
         if world_size % fixed:
             raise ValueError(
-                f"{world_size} processes cannot be divided by the other axes, whose product is {fixed} "
-                f"({product_text(sizes)}); start a multiple of {fixed}, or make an axis smaller"
+                f"{count_text(world_size)} cannot be divided by the other axes, whose product is {fixed} "
+                f"({product_text(sizes)}); {_start(fixed, world_size, 'a multiple of ')}, or make an axis smaller"
             )
         sizes = {name: world_size // fixed if size == -1 else size for name, size in sizes.items()}
     elif fixed != world_size:
         raise ValueError(
-            f"the mesh ({product_text(sizes)}) wants {fixed} processes, but {world_size} are running; "
-            f"start {fixed}, or set parallel.dp_shard = -1 to take all that are left"
+            f"the mesh ({product_text(sizes)}) wants {count_text(fixed)}, but {world_size} "
+            f"{'is' if world_size == 1 else 'are'} running; {_start(fixed, world_size)}, or set parallel.dp_shard = -1 "
+            "to take all that are left"
         )
     inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
     if inner % config.ep:
         raise ValueError(
-            f"parallel.ep = {config.ep} does not divide the {inner} processes of dp_shard {sizes['dp_shard']} × "
+            f"parallel.ep = {config.ep} does not divide the {count_text(inner)} of dp_shard {sizes['dp_shard']} × "
             f"cp {sizes['cp']} × tp {sizes['tp']} that it is laid over; set parallel.ep to a divisor of {inner}"
         )
     return {**sizes, "ep": config.ep}
@@ -49,6 +50,18 @@ def resolve_axes(config: ParallelConfig, world_size: int) -> dict[str, int]:
 def expert_shard(axes: dict[str, int]) -> int:
     """Ranks that share the parameters of one expert inside a replica: what ``ep`` leaves of the inner axes."""
     return axes["dp_shard"] * axes["cp"] * axes["tp"] // axes["ep"]
+
+
+def _start(wanted: int, world_size: int, before: str = "") -> str:
+    """What to do for ``wanted`` processes: the command where there are too few."""
+    if world_size > wanted:
+        return f"start {before}{wanted}"
+    return f"start {before}{wanted} with torchrun --nproc-per-node {wanted} or srun --ntasks {wanted}"
+
+
+def count_text(processes: int) -> str:
+    """``1 process``, ``2 processes``."""
+    return f"{processes} process{'' if processes == 1 else 'es'}"
 
 
 def product_text(sizes: dict[str, int]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -52,6 +54,20 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _own_words(message: str) -> str:
+    """What a layout's error says of a job's options and start, said of the options of ``mesh``."""
+    message = re.sub(
+        r"start (?:(a multiple of) )?([0-9]+)(?: with torchrun .* or srun --ntasks [0-9]+)?", _world, message
+    )
+    message = re.sub(r"but ([0-9]+) (?:is|are) running", r"but --world is \1", message)
+    message = re.sub(r"\b(ranks per host|world) = ", lambda found: f"--{found[1].replace(' ', '-')} ", message)
+    return re.sub(r"parallel\.(\w+)( = )?", lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
+
+
+def _world(found: re.Match[str]) -> str:
+    return f"set --world to {found[1] + ' ' if found[1] else ''}{found[2]}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 for what cannot be."""
     options = parser().parse_args(arguments)
@@ -61,13 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sizes = {axis: size for axis, size in asked.items() if size is not None}
             if -1 in sizes.values():
                 sizes.setdefault("dp_shard", 1)  # another axis takes what is left
-            table = mesh_table(sizes, options.world, options.ranks_per_host)
+            try:
+                table = mesh_table(sizes, options.world, options.ranks_per_host)
+            except ValueError as error:
+                raise ValueError(_own_words(str(error))) from None
             print(json.dumps(asdict(table)) if options.json else table)
         elif options.command == "world":
             world = find_world()
             print(json.dumps(asdict(world)) if options.json else "\n".join(f"{k}: {v}" for k, v in vars(world).items()))
         else:
             print("\n".join(expand_hosts(options.list)))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `kforge-parallel mesh --json | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as error:
         print(f"kforge-parallel: {error}", file=sys.stderr)
         return 2

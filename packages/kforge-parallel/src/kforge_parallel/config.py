@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,9 @@ class ParallelConfig:
     evaluation or save of any of them."""
 
     def __post_init__(self) -> None:
+        kinds = get_type_hints(type(self))
+        for field in fields(self):
+            _check_kind(f"parallel.{field.name}", getattr(self, field.name), kinds[field.name])
         for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
             value = getattr(self, name)
             if value != -1 and value < 1:
@@ -93,3 +96,16 @@ class ParallelConfig:
         for name in ("init_timeout_s", "build_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, name) <= 1e8:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)} must be above 0 and at most 1e8 seconds")
+
+
+def _check_kind(name: str, value: object, kind: Any) -> None:
+    """Raise ValueError unless a value is of a field's type: bool, int, float or Literal words."""
+    words = get_args(kind)
+    if words:
+        if value not in words:
+            raise ValueError(f"{name} = {value!r} is unknown; use one of {', '.join(words)}")
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} = {value!r} must be true or false")
+    elif isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        raise ValueError(f"{name} = {value!r} must be {'an integer' if kind is int else 'a number'}")

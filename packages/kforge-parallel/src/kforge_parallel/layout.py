@@ -6,6 +6,7 @@ accepted; a class is accepted when tests hold its losses and gradients to those 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -27,6 +28,22 @@ def _list(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
 
+_SHAPE_KEYS = (
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "ffn_dim",
+    "max_seq_len",
+    "tie_embeddings",
+    "parameters",
+    "block_parameters",
+    "n_experts",
+)
+"""What may be said of a model; see `check_layout` for those that are looked at."""
+
 LAYOUT_CLASSES: dict[frozenset[str], str | None] = {
     axes: _sentence(axes) for n in range(len(AXES) + 2) for axes in map(frozenset, combinations((*AXES, "ep"), n))
 }
@@ -41,12 +58,18 @@ def check_layout(
 ) -> dict[str, int]:
     """Sizes of all axes, as `resolve_axes` gives them, for a layout that can be trained.
 
-    shape: sizes of the model: n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers, n_experts; those that are there
-        are checked. None: the model is not looked at.
+    shape: sizes of the model. n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers and n_experts are checked where they
+        are there; dim, head_dim, max_seq_len, tie_embeddings, parameters and block_parameters may be there too. Any
+        other key is refused: a misspelt one would leave its size unchecked. None: the model is not looked at.
     row_tokens: tokens of a row, checked where ranks of a tensor-parallel group hold parts of rows.
 
     Nothing is contacted. Raises ValueError with the numbers, the options and what to change.
     """
+    for key in shape or ():
+        if key not in _SHAPE_KEYS:
+            near = difflib.get_close_matches(str(key), _SHAPE_KEYS, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"use some of {', '.join(_SHAPE_KEYS)}"
+            raise ValueError(f"shape has an unknown key {key!r}; {hint}")
     try:
         axes = resolve_axes(config, world_size)
     except ValueError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from kforge_parallel.axes import AXES, EXPERT_AXES, expert_shard, product_text, resolve_axes
+from kforge_parallel.axes import AXES, EXPERT_AXES, count_text, expert_shard, product_text, resolve_axes
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.layout import LAYOUT_CLASSES
 
@@ -22,6 +22,7 @@ _WHAT = {
     "expert_shard": "shards each expert's weights: transfers for every block",
 }
 _MOST_RANKS, _MOST_ROWS, _MOST_COLUMNS = 64, 8, 16
+_MOST_PROCESSES = 1_000_000  # the table has a row for each
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class MeshTable:
 def mesh_table(config: ParallelConfig | Mapping[str, int], world_size: int, ranks_per_host: int = 8) -> MeshTable:
     """Place ``world_size`` ranks on the axes of ``config`` (or of a mapping such as ``{"tp": 2}``).
 
-    Raises ValueError for axes that do not fit the number of processes. A layout that this version cannot train is
-    drawn all the same, and `MeshTable.refused` says why it is refused.
+    Raises ValueError for axes that do not fit the number of processes, and for more than 1,000,000 of them. A layout
+    that this version cannot train is drawn all the same, and `MeshTable.refused` says why it is refused.
     """
     if not isinstance(config, ParallelConfig):
         unknown = sorted(set(config) - {*AXES, "ep"})
@@ -65,6 +66,10 @@ def mesh_table(config: ParallelConfig | Mapping[str, int], world_size: int, rank
         config = ParallelConfig(**config)  # type: ignore[arg-type]  # names checked above
     if ranks_per_host < 1:
         raise ValueError(f"ranks per host = {ranks_per_host} must be at least 1")
+    if world_size > _MOST_PROCESSES:
+        raise ValueError(
+            f"world = {world_size} is more than the {_MOST_PROCESSES:,} processes that a table is made for"
+        )
     axes = resolve_axes(config, world_size)
     dense = {name: axes[name] for name in AXES}
     experts = {**axes, "expert_shard": expert_shard(axes)}
@@ -121,8 +126,7 @@ def _warnings(axes: Mapping[str, int], crossing: Mapping[str, int], tp_groups: i
 
 def _draw(table: MeshTable) -> Iterator[str]:
     per = f"{table.hosts} hosts of {table.ranks_per_host}" if table.hosts > 1 else "one host"
-    noun = "process" if table.world == 1 else "processes"
-    yield f"{table.world} {noun} on {per}" + (f": {product_text(table.axes)}" if table.world > 1 else "")
+    yield f"{count_text(table.world)} on {per}" + (f": {product_text(table.axes)}" if table.world > 1 else "")
     yield ""
     yield from _draw_root(table, AXES)
     if table.axes["ep"] > 1:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from kforge_parallel.axes import count_text
 from kforge_parallel.config import ParallelConfig
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def find_world(env: Mapping[str, str] | None = None) -> World:
     """Read who this process is from the environment; nothing is contacted.
 
     torchrun's variables win over SLURM's. A SLURM batch script, or a shell inside an allocation, is one process:
-    only ``srun`` starts the tasks of a job. Raises ValueError when a variable is missing or no number.
+    only ``srun`` starts the tasks of a job. Raises ValueError when a variable is missing or no number, and for
+    processes of ``mpirun``, which says who they are in its own way.
     """
     env = os.environ if env is None else env
 
@@ -114,6 +116,8 @@ def find_world(env: Mapping[str, str] | None = None) -> World:
             raise ValueError(f"environment variable {name} = {text!r} must be a number, as torchrun or srun sets it")
         return int(text)
 
+    step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
+    tasks_of = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, size = number("RANK"), number("WORLD_SIZE")
         local_rank = number("LOCAL_RANK") if "LOCAL_RANK" in env else rank
@@ -121,25 +125,54 @@ def find_world(env: Mapping[str, str] | None = None) -> World:
         world = World(
             "torchrun", rank, size, local_rank, local_size, env.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT")
         )
-    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
-        size = number("SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in env else number("SLURM_NTASKS")
+    elif step:
+        size = number(tasks_of)
+        _check_one_start(env, {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": str(size)})
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-        address = env.get("MASTER_ADDR") or (expand_hosts(nodes)[0] if size > 1 else "127.0.0.1")
+        address = env.get("MASTER_ADDR") or "127.0.0.1"
+        if size > 1 and not env.get("MASTER_ADDR"):
+            if not nodes:
+                raise ValueError(
+                    f"{tasks_of} = {size}, but SLURM_STEP_NODELIST does not say on which hosts the tasks are; start "
+                    "with srun, which sets it, or export MASTER_ADDR, the host of task 0"
+                )
+            address = expand_hosts(nodes)[0]
         port = number("MASTER_PORT") if "MASTER_PORT" in env else _slurm_port(env)
         tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
         node = number("SLURM_NODEID") if "SLURM_NODEID" in env else 0
         local_size = tasks[min(node, len(tasks) - 1)] if tasks else size
         world = World("slurm", number("SLURM_PROCID"), size, number("SLURM_LOCALID"), local_size, address, port)
     else:
+        _check_one_start(env, {})
         world = World("single", 0, 1, 0, 1, "127.0.0.1", 0)
     if not 0 <= world.rank < world.size:
-        raise ValueError(f"rank {world.rank} does not exist in a world of {world.size} processes ({world.source})")
+        raise ValueError(f"rank {world.rank} does not exist in a world of {count_text(world.size)} ({world.source})")
     if world.size > 1 and not 0 < world.port < 65_536:
         raise ValueError(
             f"MASTER_PORT = {world.port} is no port that {world.size} processes can meet at; use one from 1 to 65535 "
             "(torchrun --standalone finds a free one)"
         )
     return world
+
+
+def _check_one_start(env: Mapping[str, str], slurm: Mapping[str, str]) -> None:
+    """Refuse variables of another start than that of ``slurm``'s step, or than none: such processes would all take
+    themselves for one and the same. ``slurm``: rank and number of tasks, which half of torchrun's pair may repeat."""
+    for here, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if here in env and env[here] != slurm.get(here):
+            says = f", where SLURM says {slurm[here]}" if slurm else ""
+            raise ValueError(
+                f"{here} = {env[here]}{says}, but {other} is not set: start with torchrun or srun, or export "
+                f"{other} too (or unset {here})"
+            )
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        size = env.get(name, "")
+        # srun gives PMI variables too: of the same tasks. Of mpirun inside a step, SLURM sees the daemons only.
+        if size.isdecimal() and int(size) > 1 and size != slurm.get("WORLD_SIZE"):
+            raise ValueError(
+                f"mpirun has started {size} processes ({name}), which do not know of each other here; start with "
+                "torchrun or srun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+            )
 
 
 def _tasks_per_node(text: str) -> list[int]:
