@@ -100,7 +100,7 @@ def main() -> None:
     ratio, spread = _results.median_and_spread([ours / hand for ours, hand in pairs])
     seconds, _ = _results.median_and_spread([hand for _, hand in pairs])
     parts = {"turns": options.turns, "seconds a step by hand": seconds, "sizes": CUDA if gpu else CPU}
-    line = _results.row(name, ratio, "of fully_shard by hand", better="lower", target=LIMIT, spread=spread, parts=parts)
+    line = _results.row(name, ratio, "ratio", better="lower", target=LIMIT, spread=spread, parts=parts)
     _results.write(f"overhead_{options.device}", [line], _results.environment(gpu), options.out)
 
 

@@ -21,7 +21,7 @@ def test_the_dtypes_of_each_word(words, storage, compute, reduce, matmul):
     assert (precision.storage, precision.compute, precision.reduce) == (storage, compute, reduce)
     assert precision.matmul == matmul
     policy = precision.policy(cast_inputs=False)
-    assert policy.param_dtype == (None if compute == storage else compute)
+    assert policy.param_dtype == compute
     assert policy.reduce_dtype == reduce and policy.cast_forward_inputs is False
 
 

@@ -1,37 +1,91 @@
+import contextlib
+import importlib
+import io
 import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
+from kforge_parallel import ParallelConfig
+from kforge_parallel.testing import compare
 from kforge_testing import run_ranks
 
-TEXT = (Path(__file__).parent.parent / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+TEXT = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+FIRST, TOY, ATTENTION, HEAD, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
-def run_example(rank, world):
-    scope = {}
-    exec(EXAMPLES[0], scope)
-    return scope["loss"].item(), scope["weights"]["0.weight"]
+def run(source, views="error"):
+    """The names that an example leaves, and what it prints. FSDP2's warning of a view that is returned is an error."""
+    scope, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.filterwarnings(views, message=".*returned a view")
+        exec(source, scope)
+    return scope, printed.getvalue()
+
+
+def run_first(rank, world):
+    scope, printed = run(FIRST)
+    return scope["loss"].item(), scope["weights"]["0.weight"], printed
 
 
 def test_the_example_learns_and_ranks_agree():
-    (first, weights), (_, other) = run_ranks(run_example, 2, init=False)
+    (first, weights, printed), (_, other, nothing) = run_ranks(run_first, 2, init=False)
     assert first < 6.0  # the variance of a sum of eight unit normals is 8
     assert weights.equal(other)
+    assert printed == f"dp_shard 2 on cpu (torchrun): loss {first:.2f}\n" and not nothing
 
 
 def run_toy(rank, world):
-    """Loss of the last step, and the sizes that a matrix is cut to."""
-    source = EXAMPLES[1] if world > 1 else EXAMPLES[1].replace("tp=2", "tp=1")
-    scope = {}
-    exec(source, scope)
+    """Loss of the last step, the sizes that a matrix is cut to, and what is printed."""
+    scope, printed = run(TOY) if world > 1 else run(TOY.replace("tp=2", "tp=1"), views="ignore")
     up = scope["model"].layers[0][0].weight
-    return scope["loss"].item(), tuple(up.to_local().shape)
+    return scope["loss"].item(), tuple(up.to_local().shape), printed
 
 
-def test_the_toy_runs_over_four_processes_and_on_one():
+def test_the_toy_runs_over_two_and_four_processes_and_on_one():
     toy = run_ranks(run_toy, 4, init=False)
-    ((alone, whole),) = run_ranks(run_toy, 1, init=False)
-    assert [shape for _, shape in toy] == [(16, 32)] * 4 and whole == (64, 32)
+    pair = run_ranks(run_toy, 2, init=False)
+    ((alone, whole, _),) = run_ranks(run_toy, 1, init=False)
+    assert [shape for _, shape, _ in (*toy, *pair)] == [(16, 32)] * 4 + [(32, 32)] * 2
+    assert whole == (64, 32)
     assert toy[0][0] == toy[1][0] and toy[2][0] == toy[3][0]  # two ranks of one matrix, the same rows
-    assert alone < 0.5 and max(loss for loss, _ in toy) < 0.5  # the logarithm of 16 is 2.8
-    assert EXAMPLES[1].count("\n") < 40
+    assert max(alone, *(loss for loss, _, _ in (*toy, *pair))) < 0.5  # the logarithm of 16 is 2.8
+    assert toy[0][2].startswith("dp_shard 2 × tp 2 on cpu") and not any(printed for _, _, printed in toy[1:])
+    assert TOY.count("\n") < 40
+
+
+def test_the_comparison_is_a_script_that_runs(tmp_path):
+    (tmp_path / "attention.py").write_text(ATTENTION, "utf-8")
+    (tmp_path / "check.py").write_text(CHECK, "utf-8")
+    done = subprocess.run([sys.executable, "check.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("dp_shard 2 × tp 2 against one plain process\n")
+
+
+def test_the_head_computes_what_one_process_computes(tmp_path, monkeypatch):
+    """With what the README says that changes in the model, over two ranks and over more than there are heads."""
+    source = CHECK
+    for old, new in {
+        "from attention": "from readme_head import Head\nfrom readme_attention",
+        "nn.Linear(32, 64)": "Head(32, 64)",
+        '"head": "sequence"': '"head": "vocab_loss"',
+        "forward(self, ids)": "forward(self, ids, labels)",
+        "self.head(x.flatten(0, 1))": "self.head(x, labels)",
+        'cross_entropy(model(batch["ids"]), batch["labels"].flatten(), reduction="sum")': (
+            'model(batch["ids"], batch["labels"])'
+        ),
+    }.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    for name, text in {"attention": ATTENTION, "head": HEAD, "check": source}.items():
+        (tmp_path / f"readme_{name}.py").write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)  # the other processes get it too
+    check = importlib.import_module("readme_check")
+    ids = check.torch.randint(64, (4, 8))
+    labels = ids.roll(-1, 1).masked_fill(ids % 4 == 0, -100)
+    for layout in (ParallelConfig(dp_shard=2, tp=2), ParallelConfig(dp_shard=1, tp=4)):
+        result = compare(layout, check.Model, batch={"ids": ids, "labels": labels}, loss=check.loss, run=run_ranks)
+        result.check()
+    for line in ('"head": "vocab_loss"', "self.head(x, labels)", 'scale * model(batch["ids"], batch["labels"])'):
+        assert f"{line}`" in re.sub(r"\s+", " ", TEXT)

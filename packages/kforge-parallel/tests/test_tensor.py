@@ -261,6 +261,11 @@ def test_a_module_used_twice_is_cut_once():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-11, msg=name)
 
 
+class Pair(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), None
+
+
 class Odd(nn.Module):
     """Modules that tensor parallelism cannot serve as they are called or built."""
 
@@ -271,30 +276,87 @@ class Odd(nn.Module):
         self.kind = kind
         self.embed = nn.Embedding(VOCAB, DIM, padding_idx=0 if kind == "padding" else None)
         self.up, self.down = nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
+        self.drop = nn.Dropout(0.1 if kind == "dropout" else 0.0)
         if kind == "tuple":
-            self.down.forward = lambda x: (F.linear(x, self.down.weight), None)
+            self.down = Pair(WIDE, DIM)
 
     def forward(self, ids):
         x = self.embed(ids)
-        return self.down(self.up(input=x) if self.kind == "keywords" else self.up(x))
+        return self.down(self.up(ids if self.kind == "integers" else x))
 
 
 def odd_models(rank, world):
     from kforge_parallel import ParallelConfig, launch, parallelize
 
-    config = ParallelConfig(tp=world, precision="fp64")
+    config = ParallelConfig(tp=world, precision="fp64", sequence_parallel=False)
     mesh = launch(config)
     said = []
-    for kind in ("keywords", "tuple", "padding"):
+    for kind in ("integers", "tuple", "padding", "dropout"):
         try:
             parallelize(lambda kind=kind: Odd(kind), mesh, config)(IDS)
+            said.append("nothing")
         except (TypeError, ValueError) as error:
             said.append(str(error))
     return said
 
 
 def test_modules_that_cannot_be_served_are_named():
-    keywords, several, padding = run_ranks(odd_models, 2)[0]
-    assert "Linear gets its input from other tensor-parallel ranks" in keywords and "keywords only" in keywords
+    integers, several, padding, dropout = run_ranks(odd_models, 2)[0]
+    assert "Linear gets its input from other tensor-parallel ranks" in integers
     assert "must return one tensor" in several and "it returned tuple" in several
     assert "an embedding with padding_idx = 0 cannot be cut over the vocabulary" in padding
+    assert "drop drops values with p = 0.1" in dropout and "sequence_parallel to true" in dropout
+
+
+class Crossed(nn.Module):
+    """Cross attention of a kind: both inputs are gathered, by keyword, before a norm that is followed by own heads."""
+
+    plan: ClassVar = {
+        "mix": "gather",
+        "mix.norm": "sequence",
+        "mix.inner": "gather",
+        "mix.inner.q": "colwise",
+        "mix.inner.k": "colwise",
+        "mix.inner.o": "rowwise",
+        "out": "sequence",
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Module()
+        self.mix.norm = nn.LayerNorm(DIM)
+        self.mix.inner = Inner()
+        self.mix.forward = lambda x, other: self.mix.inner(self.mix.norm(x), kv=self.mix.norm(other))
+        self.out = nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return self.out(x + self.mix(x, other=torch.tanh(x)))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(DIM, WIDE), nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
+
+    def forward(self, x, kv):
+        return self.o(input=self.q(input=x) * self.k(kv).cumsum(1))
+
+
+def crossed(rank, world, sequence_parallel):
+    from kforge_parallel import ParallelConfig, launch, parallelize
+
+    mesh = launch(ParallelConfig(tp=world, precision="fp64", sequence_parallel=sequence_parallel))
+    model = parallelize(Crossed, mesh, init=fill, gradients="sum")
+    x = values("x", (2, TOKENS, DIM))
+    model(x.chunk(world, 1)[rank] if sequence_parallel else x).square().sum().backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "whole"])
+def test_every_input_of_a_gathered_module_and_what_it_holds(sequence_parallel):
+    model = Crossed().double()
+    fill(model)
+    model(values("x", (2, TOKENS, DIM))).square().sum().backward()
+    for gradients in run_ranks(crossed, 2, sequence_parallel):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-11, msg=name)

@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         return init_normal_(tensor, seed, self._init_name(name), std)
 
     def _std_of(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; 0 for a norm, whose values are 1; None: there is no rule."""
+        """Standard deviation of a parameter's initial values; 0 for a norm, which is all 1; None: there is no rule."""
         owner = name.split(".")[-2]
         std = self.config.init_std
         if owner in ("attn_norm", "q_norm", "k_norm", "mlp_norm", "norm"):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
     from kforge_parallel.precision import precision_table as precision_table
+    from kforge_parallel.replicas import check_replicas as check_replicas
     from kforge_parallel.world import World as World
     from kforge_parallel.world import choose_device as choose_device
     from kforge_parallel.world import expand_hosts as expand_hosts
@@ -44,6 +45,7 @@ _HOME = {
     "Precision": "precision",
     "World": "world",
     "check_layout": "layout",
+    "check_replicas": "replicas",
     "choose_device": "world",
     "compile_blocks": "compile",
     "expand_hosts": "world",

@@ -8,6 +8,8 @@ argument) is never whole on one device. Any other is built on the CPU, and rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from kforge_parallel.config import ParallelConfig
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.precision import precision_of
+from kforge_parallel.replicas import check_replicas
 from kforge_parallel.tensor import apply_plan
 
 
@@ -39,7 +42,8 @@ def parallelize(
     """Build a model and spread it over the mesh.
 
     build: returns the model. Called under the meta device when ``init`` is given, else on the CPU.
-    config: precision, recompute, compile, reshard_after_forward; ``options`` change single fields of it.
+    config: precision, recompute, compile and the like; None: the config that `launch` was given. ``options`` change
+        single fields of it. The axes are those of the mesh.
     init: fills every parameter and buffer of the sharded model in place, each rank its own part. None: the model
         is built with values on every rank and rank 0's are taken.
     gradients: "mean" over ranks, or "sum" where the loss is already divided by the global token count.
@@ -53,7 +57,8 @@ def parallelize(
     """
     from dataclasses import replace
 
-    config = replace(config or ParallelConfig(), **options)  # type: ignore[arg-type]
+    config = replace(config or mesh.config, **options)  # type: ignore[arg-type]
+    _check_axes(config, mesh)
     precision = precision_of(config.precision, config.storage)
     with torch.device("meta" if init is not None else "cpu"):
         model = build()
@@ -64,7 +69,7 @@ def parallelize(
             raise RuntimeError(f"{step} changed the names or the ties of the parameters; this is a fault of kforge")
 
     block_list = find_blocks(model, blocks)
-    _convert(model, precision.storage)
+    convert(model, precision.storage)
     if init is None:
         _share_values(model, mesh)
         model.to(device=mesh.device)
@@ -99,7 +104,28 @@ def parallelize(
     if not wrapped:  # FSDP2 gives gradients in the dtype of the weights; alone, they can be fp32 to the optimizer
         for parameter in model.parameters():
             parameter.grad_dtype = precision.reduce
+        if cast_inputs:
+            model.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
+    check_replicas(model)
     return model
+
+
+def _check_axes(config: ParallelConfig, mesh: Mesh) -> None:
+    for name, size in mesh.axes.items():
+        if getattr(config, name) not in (-1, size):
+            raise ValueError(
+                f"the mesh has {name} = {size}, but the config says {getattr(config, name)}; give `launch` the config, "
+                "and `parallelize` the same one or none"
+            )
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Floating-point tensors among the arguments of a model that is not wrapped, in the dtype that it computes in."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
 
 
 def _split_tensors(model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None, sequence_parallel: bool) -> None:
@@ -118,15 +144,19 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def _convert(model: nn.Module, storage: torch.dtype) -> None:
+def convert(model: nn.Module, storage: torch.dtype) -> None:
     """Bring floating-point values to the storage dtype; buffers to float32 or wider only (a table of angles in bf16
-    takes positions 256 and 257 for one)."""
-    if storage.itemsize >= 4:
-        model.to(dtype=storage)
-        return
+    takes positions 256 and 257 for one). Complex buffers keep both parts, and widen with float64."""
+    wide = torch.promote_types(storage, torch.float32)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(storage)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(wide)
+            elif buffer is not None and buffer.is_complex() and wide == torch.float64:
+                module._buffers[name] = buffer.to(torch.complex128)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

@@ -38,7 +38,12 @@ def find_units(model: nn.Module) -> list[list[nn.Module]]:
     block then belongs to the root.
     """
     units = getattr(model, "fsdp_units", None)
-    return [[model.get_submodule(name) for name in group] for group in units()] if units else []
+    if units is None:
+        return []
+    known = dict(model.named_modules())
+    if missing := [name for group in units() for name in group if name not in known]:
+        raise ValueError(f"fsdp_units() names {', '.join(missing)}, which the model does not have")
+    return [[known[name] for name in group] for group in units()]
 
 
 def shard(
@@ -74,7 +79,7 @@ def shard(
         )
 
     groups = find_units(model)
-    _check_units(model, [*([block] for block in blocks), *groups])
+    _check_units(model, [*([block] for block in blocks), *groups], len(blocks))
     for block in blocks:
         unit(block, reshard_after_forward)
     for i, group in enumerate(groups):
@@ -92,14 +97,20 @@ def shard(
                 module.set_gradient_divide_factor(1.0)
 
 
-def _check_units(model: nn.Module, units: list[list[nn.Module]]) -> None:
-    """Raise ValueError for a parameter that two units hold: torch gathers it for one, or takes it for two."""
+def _check_units(model: nn.Module, units: list[list[nn.Module]], blocks: int) -> None:
+    """Raise ValueError for a parameter that two units hold: torch gathers it for one, or takes it for two. The first
+    ``blocks`` units are blocks."""
     inside = {module: i for i, unit in enumerate(units) for top in unit for module in top.modules()}
     holders: dict[nn.Parameter, tuple[int, str]] = {}
     for owner, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False):
             name, unit = f"{owner}.{leaf}".lstrip("."), inside.get(module, len(units))
             first, where = holders.setdefault(parameter, (unit, name))
+            if first != unit and max(first, unit) < blocks:
+                raise ValueError(
+                    f"{where} and {name} are one parameter in two blocks, which are gathered and freed one by one; "
+                    "keep it in a module beside the blocks that both call, or use one block twice"
+                )
             if first != unit:
                 raise ValueError(
                     f"{where} and {name} are one parameter in two FSDP units; name both modules in one list of the "
@@ -140,15 +151,17 @@ def set_last_microbatch(model: nn.Module, last: bool) -> None:
 @torch.no_grad()
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter in full, on the CPU, on every rank. Collective; for tests, exports and small models."""
-    return {name: _full(parameter).cpu() for name, parameter in model.named_parameters()}
+    return {name: full(parameter).cpu() for name, parameter in model.named_parameters()}
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    # One mesh dimension after the other, from the slowest: torch warns of what it does in one go.
-    placements = list(tensor.placements)
-    for dim in range(len(placements)):
-        placements[dim] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, or of the whole that a DTensor is a part of; detached. Collective for DTensors."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        # One mesh dimension after the other, from the slowest: torch warns of what it does in one go.
+        placements = list(tensor.placements)
+        for dim in range(len(placements)):
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+        tensor = tensor.to_local()
+    return tensor.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +29,8 @@ class Mesh:
     """The dense root: dimensions pp, dp_replicate, dp_shard (of size dp_shard · cp, as FSDP2 shards over both), tp."""
     expert_mesh: DeviceMesh | None = None
     """The expert root: dimensions pp, dp_replicate, expert_shard, ep. None where ep is 1."""
+    config: ParallelConfig = field(default_factory=ParallelConfig)
+    """What `launch` was given; `parallelize` goes by it unless it is told otherwise."""
 
     @property
     def rank(self) -> int:
@@ -94,4 +96,4 @@ def build_mesh(config: ParallelConfig, world: World, device: torch.device) -> Me
     expert = None
     if axes["ep"] > 1:
         expert = init_device_mesh(device.type, (*outer, expert_shard(axes), axes["ep"]), mesh_dim_names=EXPERT_AXES)
-    return Mesh(world, device, axes, dense, expert)
+    return Mesh(world, device, axes, dense, expert, config)

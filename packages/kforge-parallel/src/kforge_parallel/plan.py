@@ -56,6 +56,8 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str]) -> Resolved:
     An entry names modules, or parameters that their module uses in its own forward. Raises ValueError for an unknown
     word, an entry that matches nothing, two words for one module, and a parameter that no entry covers.
     """
+    if not isinstance(plan, Mapping):
+        raise ValueError(f"a plan is a dict of names and words, not a {type(plan).__name__}")
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     by_module: dict[str, str] = {}
@@ -75,7 +77,8 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str]) -> Resolved:
             if by_module.setdefault(name, word) != word:
                 raise ValueError(f"the plan gives {name} two words, {by_module[name]} and {word}")
         for name in found[1]:
-            by_parameter[name] = word
+            if by_parameter.setdefault(name, word) != word:
+                raise ValueError(f"the plan gives {name} two words, {by_parameter[name]} and {word}")
     for name in parameters:
         owned = by_module.get(name.rpartition(".")[0], "gather")
         if owned != "gather":

@@ -26,7 +26,7 @@ class Precision:
     def policy(self, cast_inputs: bool) -> MixedPrecisionPolicy:
         """The FSDP2 policy. ``cast_inputs``: floating-point inputs of every unit are cast to the compute dtype."""
         return MixedPrecisionPolicy(
-            param_dtype=None if self.compute == self.storage else self.compute,
+            param_dtype=self.compute,  # also where storage is that already: inputs are cast to it
             reduce_dtype=self.reduce,
             cast_forward_inputs=cast_inputs,
         )

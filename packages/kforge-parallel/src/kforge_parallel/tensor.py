@@ -11,7 +11,7 @@ Both send the same number of bytes; the first holds 1/n of the activations betwe
 rank holds whole but uses on its own part of the data (a norm under sequence_parallel, a norm of heads) has a gradient
 that is a sum over ranks; it is summed in backward, so that no gradient is ever partial.
 
-The sequence is the last dimension but one of the first argument.
+The sequence is the last dimension but one of a module's input.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kforge_parallel.collectives import copy, gather, reduce, scatter, summed
 from kforge_parallel.plan import resolve_plan
 
 SEQUENCE = -2
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 COLWISE = ("colwise", "colwise_kv", "packed_colwise")
 
 Local = Callable[[Tensor], Tensor]
@@ -68,17 +69,32 @@ def apply_plan(
         whole = model.get_parameter(name)
         if whole in cut:  # not yet reached by another name of its module
             model.get_submodule(owner).register_parameter(leaf, cut[whole])
-    gathered = {name for name, word in resolved.modules.items() if word == "gather"}
+    gathers = [name for name, word in resolved.modules.items() if word == "gather"]
+
+    def inside(name: str, *, or_same: bool) -> bool:
+        return any(name.startswith(whole + ".") or (or_same and name == whole) for whole in gathers)
+
     # A module that is used in two places has two names, and is changed once.
-    for module in {model.get_submodule(name) for name in gathered}:
-        _replace_forward(module, before=split.enter)
+    for module in {model.get_submodule(name) for name in gathers if not inside(name, or_same=False)}:
+        _replace_forward(module, before=split.enter, before_all=True)
     done: set[nn.Module] = set()
     for name, words in owners.items():
         module = model.get_submodule(name)
         if module not in done:
             done.add(module)
-            inside = any(name == whole or name.startswith(whole + ".") for whole in gathered)
-            split.localise(module, words, gathered=inside)
+            split.localise(name, module, words, gathered=inside(name, or_same=True))
+    if not sequence_parallel:
+        _refuse_dropout(model)
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUTS) and module.p > 0:
+            raise ValueError(
+                f"{name or 'the model'} drops values with p = {module.p:g}, and without sequence_parallel every "
+                "tensor-parallel rank would drop others of the same row; set parallel.sequence_parallel to true, or p "
+                "to 0"
+            )
 
 
 class _Split:
@@ -98,10 +114,15 @@ class _Split:
         dim: int | None = None
         if word in ("colwise", "vocab_embedding", "vocab_loss") or (word == "colwise_kv" and self.has_own_head(name)):
             dim = 0
-        elif word == "packed_colwise" or (word == "rowwise" and parameter.ndim > 1):
+        elif word == "packed_colwise" or (word == "rowwise" and name.rpartition(".")[2] != "bias"):
             dim = 1
         if dim is None:
             return Replicate()
+        if parameter.ndim <= dim:
+            raise ValueError(
+                f"{name} has {parameter.ndim} dimensions, and {word} cuts along dimension {dim}"
+                + ("; it wants [parts, out, in]" if word == "packed_colwise" else "")
+            )
         if parameter.shape[dim] % self.size:
             raise ValueError(
                 f"{name} has {parameter.shape[dim]} entries along dimension {dim}, which tp = {self.size} does not "
@@ -160,12 +181,11 @@ class _Split:
 
     # ------------------------------------------------------------------------------------------ modules
 
-    def localise(self, module: nn.Module, words: Mapping[str, str], *, gathered: bool) -> None:
+    def localise(self, name: str, module: nn.Module, words: Mapping[str, str], *, gathered: bool) -> None:
         """Make ``module`` compute on local parts of its own parameters, named in ``words``."""
-        local = {leaf: self.local_part(word) for leaf, word in words.items()}
-        bias = [leaf for leaf, word in words.items() if word == "rowwise" and module._parameters[leaf].ndim == 1]  # type: ignore[union-attr]
+        local = {leaf: self.local_part(word, gathered=gathered) for leaf, word in words.items()}
         enter = leave = None
-        if "vocab_loss" in words.values() or (not gathered and any(word in COLWISE for word in words.values())):
+        if not gathered and any(word in (*COLWISE, "vocab_loss") for word in words.values()):
             enter = self.enter
         if "rowwise" in words.values():
             leave = self.leave
@@ -180,13 +200,20 @@ class _Split:
                         "attributes `group` and `vocab_start` to be told which"
                     )
                 vars(module).update(group=self.group, vocab_start=self.rank * rows)
-        _replace_forward(module, local=local, before=enter, after=leave, bias=bias)
+        bias = [leaf for leaf, word in words.items() if word == "rowwise" and leaf == "bias"]
+        told = ", ".join(f"{leaf} {word}" for leaf, word in words.items())
+        _replace_forward(module, local=local, before=enter, after=leave, bias=bias, told=f"{name} ({told})")
 
-    def local_part(self, word: str) -> Local:
-        """From a DTensor parameter to the plain tensor that this rank computes with."""
+    def local_part(self, word: str, *, gathered: bool) -> Local:
+        """From a DTensor parameter to the plain tensor that this rank computes with.
+
+        A whole weight's gradient is summed where ranks use it on different data, or on the way to different parts of
+        what follows: everything inside of a gathered module is followed by this rank's features only.
+        """
         alone = (
             word == "replicate"
-            or (word in ("sequence", "rowwise") and self.sequence_parallel)
+            or (word == "sequence" and (gathered or self.sequence_parallel))
+            or (word == "rowwise" and self.sequence_parallel)
             or (word == "colwise_kv" and not self.has_own_head(""))
         )
         group, head = self.group, word == "colwise_kv" and alone
@@ -203,19 +230,20 @@ class _Split:
 
     def look_up_own_rows(self, module: nn.Module, rows: int) -> None:
         """Make an embedding give zeros for ids of other ranks, and the sum over ranks to the residual stream."""
-        for option in ("padding_idx", "max_norm"):
-            if getattr(module, option, None) is not None:
+        for option in ("padding_idx", "max_norm", "scale_grad_by_freq"):
+            value = getattr(module, option, None)
+            if value is not None and value is not False:
                 raise ValueError(
-                    f"an embedding with {option} = {getattr(module, option)} cannot be cut over the vocabulary: it "
+                    f"an embedding with {option} = {value} cannot be cut over the vocabulary: it "
                     f"would be applied to each part's own rows; build it without {option}"
                 )
         look_up, start = module.forward, self.rank * rows
 
-        def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            (ids,) = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             own = ids - start
             elsewhere = (own < 0) | (own >= rows)
-            found = look_up(own.masked_fill(elsewhere, 0), *args, **kwargs)
-            return self.leave(found.masked_fill(elsewhere[..., None], 0))
+            return self.leave(look_up(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
 
         module.forward = forward
 
@@ -225,29 +253,34 @@ def _replace_forward(
     *,
     local: Mapping[str, Local] | None = None,
     before: Local | None = None,
+    before_all: bool = False,
     after: Local | None = None,
     bias: list[str] | None = None,
+    told: str = "",
 ) -> None:
-    """Wrap ``module.forward``: ``before`` on the first argument, ``after`` on the result, and in between the
-    parameters of ``local`` in their local form. Those of ``bias`` are left out, and added to the result at last."""
+    """Wrap ``module.forward``: ``before`` on its input, ``after`` on the result, and in between the parameters of
+    ``local`` in their local form. Those of ``bias`` are left out, and added to the result at last.
+
+    The input is the first floating-point tensor among the arguments; with ``before_all`` also every other one of its
+    shape. ``told``: module and plan, for a note on errors.
+    """
     forward = module.forward
     parameters: Mapping[str, Local] = local or {}
     left_out = bias or []
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            if not args or not isinstance(args[0], Tensor):
-                came = type(args[0]).__name__ if args else "keywords only"
-                raise TypeError(
-                    f"{type(module).__name__} gets its input from other tensor-parallel ranks, so the input must be "
-                    f"its first positional argument, a tensor; what came was {came}"
-                )
-            args = (before(args[0]), *args[1:])
+            args, kwargs = _entered(module, before, before_all, args, kwargs)
         whole: dict[str, Any] = {name: module._parameters[name] for name in parameters}
         parts: dict[str, Any] = {name: part(whole[name]) for name, part in parameters.items()}
         module._parameters.update({name: None if name in left_out else part for name, part in parts.items()})
         try:
             y = forward(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if told:
+                shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in parts.items())
+                error.add_note(f"in {told}, which holds on this rank {shapes}: does the plan say what the module does?")
+            raise
         finally:
             module._parameters.update(whole)
         if after is not None:
@@ -262,3 +295,23 @@ def _replace_forward(
         return y
 
     module.forward = wrapped
+
+
+def _entered(
+    module: nn.Module, before: Local, every: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with ``before`` on the first floating-point tensor, or on every one of its shape; one that is given
+    twice is sent once."""
+    found = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
+    if not found:
+        raise TypeError(
+            f"{type(module).__name__} gets its input from other tensor-parallel ranks, so one of its arguments must be "
+            f"a tensor of floating-point numbers; what came was {[type(v).__name__ for v in (*args, *kwargs.values())]}"
+        )
+    inputs = [v for v in found if v is found[0] or (every and v.shape == found[0].shape)]
+    entered = {id(v): before(v) for v in inputs}
+
+    def new(value: Any) -> Any:
+        return entered.get(id(value), value)
+
+    return tuple(new(v) for v in args), {name: new(v) for name, v in kwargs.items()}

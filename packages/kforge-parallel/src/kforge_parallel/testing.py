@@ -24,6 +24,8 @@ from kforge_parallel._processes import run_processes
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.precision import precision_of
 
+SMALLEST = 1e-6
+"""A tensor counts as at least this large, as a part of the largest of its kind, when its error is measured."""
 KINDS = ("loss", "norm", "gradients", "weights", "evaluation")
 
 
@@ -40,8 +42,8 @@ class Limits:
     weights: float
     """Error of each gathered weight after the last step, in the measure."""
     measure: str = "max"
-    """max: max|a - b| / max|b| of a tensor. norm: ‖a - b‖ / ‖b‖, for precisions in which single elements may differ
-    (AdamW turns a gradient that is all rounding into a whole step)."""
+    """max: max|a - b| / max|b| of a tensor (or `SMALLEST` × the largest one's). norm: ‖a - b‖ / ‖b‖ likewise, for
+    precisions in which single elements may differ (AdamW turns a gradient that is all rounding into a whole step)."""
 
     def of(self, kind: str) -> float:
         """The limit of one of `KINDS`."""
@@ -90,17 +92,19 @@ def _number_error(a: float, b: float) -> float:
 
 
 def _errors(a: Mapping[str, Tensor], b: Mapping[str, Tensor], measure: str) -> Iterator[tuple[str, float]]:
+    # A tensor that is zero but for rounding (the gradient of a bias on keys) has no size of its own to be measured by.
+    sizes = {name: float(_size(tensor.to(torch.float64), measure)) for name, tensor in b.items() if tensor.numel()}
+    least = SMALLEST * max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
     for name in {**b, **a}:
         if name not in a or name not in b or a[name].shape != b[name].shape:
             yield name, math.inf
             continue
         x, y = a[name].to(torch.float64), b[name].to(torch.float64)
-        if not y.numel():
-            yield name, 0.0
-        elif measure == "max":
-            yield name, _relative(float((x - y).abs().max()), float(y.abs().max()))
-        else:
-            yield name, _relative(float((x - y).norm()), float(y.norm()))
+        yield name, _relative(float(_size(x - y, measure)), max(sizes[name], least)) if y.numel() else 0.0
+
+
+def _size(tensor: Tensor, measure: str) -> Tensor:
+    return tensor.abs().max() if measure == "max" else tensor.norm()
 
 
 def _relative(distance: float, size: float) -> float:
@@ -162,8 +166,9 @@ class Comparison:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of `compare` by default: torch's AdamW at a rate of 1e-3."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    """The optimizer of `compare` by default: torch's AdamW at a rate of 1e-3, with an eps of 1e-6: with 1e-8 a gradient
+    that is zero but for rounding would become a step."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 
 
 def scored(batch: Mapping[str, Tensor]) -> int:
@@ -219,7 +224,8 @@ def compare(
         and whatever else it says is done in the layout only. Its precision and device are not used.
     model: builds the model; a class or a function at the top of a module, as it is sent to other processes. Under the
         layout it goes through `parallelize`; on one process it is used as it is.
-    batch: name -> tensor with the rows of the whole batch on dimension 0. Data rank r of n gets the r-th of n equal
+    batch: name -> tensor with the rows of the whole batch on dimension 0; floating-point ones are brought to the
+        precision. Data rank r of n gets the r-th of n equal
         parts, cut into ``microbatches``. The same batch serves in every step.
     loss: ``loss(model, batch, scale) -> scalar``: the sum of ``scale`` × the loss of every row or token in a batch.
         Sums, so that unequal microbatches and ranks add up; ``scale`` is 1 / ``count(whole batch)``, a 0-dim tensor.
@@ -244,6 +250,14 @@ def compare(
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     sizes = {name: max(1, getattr(layout, name)) for name in axes}
     layout = replace(layout, **sizes, precision=precision, device="cpu")  # type: ignore[arg-type]
+    if isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__} already; pass the class, or a function that builds it")
+    if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) and t.ndim for t in batch.values()) or not batch:
+        raise ValueError("batch must be a dict of tensors, each with the rows of the batch on dimension 0")
+    if steps < 1 or microbatches < 1:
+        raise ValueError(f"steps = {steps} and microbatches = {microbatches} must be at least 1")
+    if not count(batch) > 0:
+        raise ValueError("the batch has nothing to score: every label is -100; pass count= if the loss goes by others")
     limits = limits or LIMITS.get(precision)
     if limits is None:
         raise ValueError(f"precision = {precision!r} has no limits of its own; pass limits, or use fp64 or fp32")
@@ -256,7 +270,7 @@ def compare(
         )
     recipe = _Recipe(
         model=model,
-        batch=dict(batch),
+        batch={n: t.to(precision_of(precision).storage) if t.is_floating_point() else t for n, t in batch.items()},
         loss=loss,
         init=init,
         optimizer=optimizer,
@@ -281,9 +295,12 @@ def compare(
 
 
 def _train_plain(rank: int, world: int, recipe: _Recipe, parts: int) -> Trajectory:
-    """The reference: the model as its author wrote it, with none of this package's parts."""
+    """The reference: the model as its author wrote it, brought to the precision and otherwise untouched."""
+    from kforge_parallel.build import convert
+
     torch.manual_seed(recipe.seed)
-    model = recipe.model().to(precision_of(recipe.precision).storage)
+    model = recipe.model()
+    convert(model, precision_of(recipe.precision).storage)
     if recipe.init is not None:
         recipe.init(model)
     return _train(model, recipe, _cut(recipe.batch, parts), lambda value: value, lambda model, last: None)
@@ -317,6 +334,8 @@ def _train(
     total: Callable[[Tensor], Tensor],
     set_last: Callable[[nn.Module, bool], None],
 ) -> Trajectory:
+    from kforge_parallel.fsdp import full
+
     optimizer = recipe.optimizer(model)
     scale = 1.0 / torch.as_tensor(recipe.count(recipe.batch), dtype=precision_of(recipe.precision).storage)
     seen = Trajectory()
@@ -349,17 +368,3 @@ def _train(
 def _cut(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     rows = len(next(iter(batch.values()))) // parts
     return [{name: tensor[i * rows : (i + 1) * rows] for name, tensor in batch.items()} for i in range(parts)]
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, or of the whole that a DTensor is a part of. Collective for DTensors."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        # One mesh dimension after the other, from the slowest: torch warns of what it does in one go.
-        for dim in range(tensor.device_mesh.ndim):
-            placements = [*(Replicate() for _ in range(dim + 1)), *tensor.placements[dim + 1 :]]
-            tensor = tensor.redistribute(placements=placements)
-        tensor = tensor.to_local()
-    return tensor.clone()

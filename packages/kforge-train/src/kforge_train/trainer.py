@@ -10,9 +10,8 @@ import torch
 
 from kforge_ckpt import CheckpointError
 from kforge_optim import clip
-from kforge_parallel import phase, precision_of, precision_table
+from kforge_parallel import check_replicas, phase, precision_of, precision_table
 from kforge_resilience import exitcodes
-from kforge_train.agree import check_replicas
 from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors

@@ -1,0 +1,85 @@
+"""Do ranks that hold the same values hold the same bits, and do those that hold different parts hold different ones?
+
+Replicas that differ train apart, and shards that are all filled with the same numbers are a smaller model than was
+asked for. Neither shows in a loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+CHUNK = 1 << 24
+MULTIPLIER = -7046029254386353131
+"""2^64 over the golden ratio, odd, as a signed number: spreads small differences over all bits."""
+
+
+@torch.no_grad()
+def bits_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes with any bit of a tensor and with the order of its elements: 0-dim int64, on its device."""
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=tensor.device)
+        total += ((part + 1) * (2 * place + 1) * MULTIPLIER).sum()  # wraps around
+    return total
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module) -> None:
+    """Compare the parameters of all ranks. Does nothing on one. Collective; waits for the device.
+
+    Raises RuntimeError, on every rank alike, when ranks that hold the same piece (replicas, or what tensor parallelism
+    leaves whole) differ in a bit, naming the ranks; and when all pieces of a parameter are filled with the same numbers
+    that are not all one number, naming the parameter.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    pieces: dict[str, list[int]] = {}
+    names: list[str] = []
+    digests: list[torch.Tensor] = []
+    varied: list[bool] = []
+    for name, parameter in model.named_parameters():
+        local, piece = parameter.detach(), ""
+        if isinstance(parameter, DTensor):
+            mesh, local = parameter.device_mesh, parameter.to_local()
+            dims = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), parameter.placements, strict=True)
+            piece = ", ".join(f"{dim} {at}" for dim, at, how in dims if not how.is_replicate() and mesh[dim].size() > 1)
+        pieces.setdefault(piece or "whole", []).append(len(names))
+        names.append(name)
+        digests.append(bits_digest(local))
+        varied.append(bool(piece) and local.numel() > 0 and bool(local.min() < local.max()))
+    if not names:
+        return
+    mine = torch.stack(digests)
+    _same_pieces({piece: (held, mine[held].tolist()) for piece, held in pieces.items()})
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    alike = [name for name, same, here in zip(names, (low == high).tolist(), varied, strict=True) if same and here]
+    if alike:
+        raise RuntimeError(
+            f"every rank holds the same numbers in its part of {', '.join(alike[:6])}{' …' if len(alike) > 6 else ''}: "
+            "they were drawn as if each part were the whole. Draw the whole tensor on every rank and keep a part "
+            "(distribute_tensor), or let numbers depend on the place in the whole"
+        )
+
+
+def _same_pieces(mine: dict[str, tuple[list[int], list[int]]]) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {p: hashlib.sha256(repr(held).encode()).hexdigest() for p, held in mine.items()})
+    for piece in sorted({piece for theirs in everyone for piece in theirs}):
+        holders = [rank for rank, theirs in enumerate(everyone) if piece in theirs]
+        odd = [rank for rank in holders if everyone[rank][piece] != everyone[holders[0]][piece]]
+        if odd:
+            raise RuntimeError(
+                f"ranks {odd} hold other values than rank {holders[0]} of the same parameters ({piece}): they would "
+                "train apart. Initial values must not depend on the rank, and a checkpoint must be whole on all"
+            )
