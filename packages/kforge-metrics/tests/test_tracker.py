@@ -195,6 +195,22 @@ def test_scalars_are_copied_and_python_numbers_do_as_well(dtype: torch.dtype) ->
     assert sink.steps()[0]["tokens_total"] == 40
 
 
+def test_the_loss_scale_is_that_of_the_last_step_where_there_is_one() -> None:
+    tracker, sink, _ = make(every_steps=2)
+    scale = torch.tensor(8.0)
+    for step in range(1, 4):
+        tracker.step(step, tokens=10, loss=1.0, loss_scale=scale)
+        scale.mul_(0.5)  # in place, as a scaler does
+    state = json.loads(json.dumps(tracker.state_dict()))
+    tracker, after, _ = make(every_steps=2)
+    tracker.load_state_dict(state)
+    tracker.step(4, tokens=10, loss=1.0, loss_scale=1.0)
+    assert sink.column("loss_scale") == [4.0] and after.column("loss_scale") == [1.0]
+    tracker.load_state_dict({**state, "unfinished": [row[:5] for row in state["unfinished"]]})  # of an older version
+    tracker.step(4, tokens=10, loss=1.0)
+    assert "loss_scale" not in after.steps()[-1] and after.steps()[-1]["steps"] == 2
+
+
 def test_waiting_for_data_is_counted_by_itself() -> None:
     tracker, sink, clock = make(every_steps=5)
     for step in range(1, 11):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kforge_metrics")
 
-LOSS, NORM, TOKENS, SCORED, GATE = range(5)  # columns of the buffer
+LOSS, NORM, TOKENS, SCORED, GATE, SCALE = range(6)  # columns of the buffer
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Tracker:
     - ``tokens_per_s`` of all devices, ``step_s``, ``data_s`` (of it, waiting for data), ``mfu``, ``mfu_palm``. None
       where not known: no time passed, no FLOPs given, unknown device.
     - ``lr`` of the last step, ``steps``, ``skipped`` of the interval; ``tokens_total`` and ``skipped_total`` of the
-      run; ``peak_memory_bytes`` of this process's device in the interval.
+      run; ``peak_memory_bytes`` of this process's device in the interval; ``loss_scale`` of the last step, where the
+      loss is scaled.
 
     **Time.** Throughput is that of the interval alone: tokens of its steps over its time, whatever the run had done
     before a restart. Time inside `pause` does not count. The first step of a process, which compiles and allocates,
@@ -142,11 +143,11 @@ class Tracker:
         self._tokens_total, self._skipped_total = 0, 0
         self._memory = PeakMemory(self.device)
         self._broken: set[int] = set()
-        self._buffer = torch.zeros(every_steps, 5, dtype=torch.float64, device=self.device)
+        self._buffer = torch.zeros(every_steps, 6, dtype=torch.float64, device=self.device)
         self._host = torch.empty_like(self._buffer, device="cpu", pin_memory=True) if cuda else None
         self._due: _Due | None = None
         self._lr: float | None = None
-        self._has_norm = False
+        self._has_norm, self._has_scale = False, False
         self._pauses, self._pause_started = 0, 0.0
         self._paused_s, self._waited_s = 0.0, 0.0
         self._fresh = True
@@ -163,13 +164,15 @@ class Tracker:
         lr: float | None = None,
         gate: float | Tensor = 1.0,
         scored_tokens: int | Tensor | None = None,
+        loss_scale: float | Tensor | None = None,
     ) -> None:
         """One optimizer step was given to the device; never waits for it.
 
         next_step: steps done now (1 after the first). tokens: of the whole global batch. loss: its global mean over
         scored tokens. norm: global gradient norm before clipping. lr: rate of this step. gate: 1, or 0 when the
         step was skipped and changed no weight. scored_tokens: the loss's denominator, and so its weight in the mean; by
-        default ``tokens``. Tensors are 0-dim of any dtype; they are copied, and may be overwritten afterwards.
+        default ``tokens``. loss_scale: what the loss was multiplied by for backward (float16). Tensors are
+        0-dim of any dtype; they are copied, and may be overwritten afterwards.
         """
         self._send_due()
         if self._interval.rows == self.every_steps:
@@ -183,8 +186,13 @@ class Tracker:
                 self._interval.numbers[row, column] = float(value)
             else:
                 self._interval.numbers[row, column] = math.nan
+        if isinstance(loss_scale, Tensor):
+            self._buffer[row, SCALE].copy_(loss_scale.detach())
+        elif loss_scale is not None:
+            self._interval.numbers[row, SCALE] = float(loss_scale)
         self._interval.rows += 1
-        self.done_steps, self._lr, self._has_norm = next_step, lr, norm is not None
+        self.done_steps, self._lr = next_step, lr
+        self._has_norm, self._has_scale = norm is not None, loss_scale is not None
         self._interval.last = self._stamp()
         if self._fresh:
             self._fresh = False
@@ -341,6 +349,8 @@ class Tracker:
             "skipped_total": self._skipped_total,
             "peak_memory_bytes": due.values["peak_memory_bytes"],
         }
+        if self._has_scale:
+            values["loss_scale"] = rows[-1][SCALE]
         if interval.first is not None:
             values["first_step_s"] = interval.first.training_s(interval.start)
         return values

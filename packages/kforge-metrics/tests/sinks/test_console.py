@@ -49,6 +49,7 @@ def test_other_kinds_have_a_line_each() -> None:
     seen = lines(
         Event("start", 0, 0.0, values={"world": 2, "config": {"a": 1}}),
         Event("eval", 50, 0.0, values={"loss": 4.1, "bits_per_byte": 1.7312, "perplexity": 60.34}),
+        Event("eval", 50, 0.0, values={"loss": 4.1, "perplexity": 60.34, "tokens": 65536.0}),
         Event("checkpoint", 50, 0.0, values={"seconds": 1.24}),
         Event("resume", 50, 0.0),
         Event("skip", 51, 0.0, values={"reason": "step 51: loss is nan on rank 1; skipped on all ranks"}),
@@ -58,6 +59,7 @@ def test_other_kinds_have_a_line_each() -> None:
     assert seen == [
         "[  0/100] start on 2 processes",
         "[ 50/100] eval: held-out loss 4.1000 nats/token, 1.7312 bits/byte, perplexity 60.34",
+        "[ 50/100] eval: held-out loss 4.1000 nats/token, perplexity 60.34 over 65,536 tokens",
         "[ 50/100] checkpoint saved in 1.2 s",
         "[ 50/100] resumed from step 50",
         "[ 51/100] skip: step 51: loss is nan on rank 1; skipped on all ranks",

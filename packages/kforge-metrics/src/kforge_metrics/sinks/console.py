@@ -131,7 +131,8 @@ def _say_eval(event: Event, total_steps: int) -> str:
     parts = [f"held-out loss {_number(values, 'loss', '.4f')} nats/token"]
     parts += [f"{values['bits_per_byte']:.4f} bits/byte"] if values.get("bits_per_byte") is not None else []
     parts += [f"perplexity {values['perplexity']:,.2f}"] if values.get("perplexity") is not None else []
-    return "eval: " + ", ".join(parts)
+    over = f" over {values['tokens']:,.0f} tokens" if values.get("tokens") is not None else ""
+    return "eval: " + ", ".join(parts) + over
 
 
 def _say_checkpoint(event: Event, total_steps: int) -> str:
