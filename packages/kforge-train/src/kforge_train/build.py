@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_lo
 from kforge_model import Transformer, flops_per_token, model_shape
 from kforge_optim import LossScaler, Optimizer, build_optimizer
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
-from kforge_resilience import Guard, StopRequest
+from kforge_resilience import Guard, ResilienceConfig, StopRequest
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig
 from kforge_train.engine import PlainEngine
@@ -139,6 +140,16 @@ def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def guard_config(config: JobConfig) -> ResilienceConfig:
+    """What the guard of a job allows. Under fp16 a skipped step halves the loss scale and may be all that was wrong, so
+    the limit counts from where the scale, falling from ``optim.loss_scale_init``, has reached 1. 0 stays no limit."""
+    limit = config.resilience.max_skipped_in_a_row
+    if config.parallel.precision != "fp16" or limit == 0:
+        return config.resilience
+    halvings = int(math.log2(config.optim.loss_scale_init))
+    return replace(config.resilience, max_skipped_in_a_row=limit + halvings)
+
+
 def versions() -> dict[str, str]:
     """What produced a run: Python, torch and every kforge package."""
     from importlib.metadata import version
@@ -212,7 +223,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
                 growth_interval=config.optim.loss_scale_growth_steps,
                 device=mesh.device,
             ),
-            guard=Guard(config.resilience, mesh.device, on_event=tracker.on_event),
+            guard=Guard(guard_config(config), mesh.device, on_event=tracker.on_event),
             stop=stop,
             checkpointer=Checkpointer(
                 checkpoint_dir(config),

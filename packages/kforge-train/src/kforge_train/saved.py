@@ -61,8 +61,8 @@ def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
     for path, text in changes:
         if path == "parallel.storage":
             raise ConfigError(
-                f"the run at step {step} keeps its weights in another way: {text}. Go on with what it has, or start "
-                "another run with --train.run_dir"
+                f"the run at step {step} keeps its weights in another way: {text}. Go on with what it has, "
+                f"--parallel.storage {saved['parallel']['storage']}, or start another run with --train.run_dir"
             )
         if not path.startswith("train.run_dir"):
             _log.info("changed since step %d: %s", step, text)

@@ -69,7 +69,6 @@ class Trainer:
         lr = max(job.optimizer.lrs().values())
         job.optimizer.step(scale=factor / boost, gate=vote.gate)
         job.optimizer.zero_grad()
-        job.scaler.update(vote.gate)
         self.next_step += 1
         job.tracker.step(
             self.next_step,
@@ -79,7 +78,9 @@ class Trainer:
             norm=norm,
             lr=lr,
             gate=vote.gate,
+            loss_scale=boost if job.scaler.enabled else None,
         )
+        job.scaler.update(vote.gate)  # in place, so only now: the tracker has been told of this step's
         return vote.verdict
 
     def run(self) -> int:
@@ -161,12 +162,12 @@ class Trainer:
     def report_start(self) -> None:
         job = self.job
         parameters = sum(p.numel() for p in job.model.parameters())
-        job.tracker.event(
-            "start",
-            self.next_step,
-            {"config": asdict(self.config), "versions": versions(), "world": job.mesh.size, "parameters": parameters},
-        )
         job.log.info("%s; %s parameters; %s", job.mesh, f"{parameters:,}", self.config.train.run_dir)
+        layout: dict[str, int | bool] = {axis: size for axis, size in job.mesh.axes.items() if size > 1}
+        if "tp" in layout:
+            layout["sequence_parallel"] = self.config.parallel.sequence_parallel
+        values = {"config": asdict(self.config), "versions": versions(), "world": job.mesh.size}
+        job.tracker.event("start", self.next_step, {**values, "layout": layout, "parameters": parameters})
         for what, how in precision_table(self.config.parallel, job.mesh.size).items():
             job.log.info("%s: %s", what, how)
 
