@@ -178,12 +178,12 @@ def evaluation_not_summed():
 # ---------------------------------------------------------------------------------------------------- weights
 
 
-@mutation("every shard is filled with the same numbers", "shard2")
+@mutation("every shard is filled with the same numbers", "shard2", kind="the same numbers in its part")
 def same_values_on_all_shards():
     kforge_model.init.local_box = lambda tensor: (tensor.to_local(), (0,) * tensor.ndim)
 
 
-@mutation("every tensor-parallel part is filled with the same numbers", "tp2")
+@mutation("every tensor-parallel part is filled with the same numbers", "tp2", kind="the same numbers in its part")
 def same_values_on_all_parts():
     kforge_model.init.local_box = lambda tensor: (tensor.to_local(), (0,) * tensor.ndim)
 

@@ -14,7 +14,7 @@ from worker import SEED, build, model_config, optim_config, parallel_config, sta
 from kforge_ckpt import Checkpointer
 from kforge_model import Transformer, num_parameters
 from kforge_optim import build_optimizer, clip
-from kforge_parallel.testing import full
+from kforge_parallel.fsdp import full
 from kforge_testing import run_ranks as run_ranks_within
 from kforge_train.engine import PlainEngine
 

@@ -16,7 +16,8 @@ from kforge_data import TokenShards, evaluation_batches
 from kforge_model import ModelConfig, Transformer
 from kforge_optim import OptimConfig, build_optimizer, clip
 from kforge_parallel import ParallelConfig, launch, parallelize
-from kforge_parallel.testing import LIMITS, Trajectory, differences, full
+from kforge_parallel.fsdp import full
+from kforge_parallel.testing import LIMITS, Trajectory, differences
 from kforge_train.engine import PlainEngine, rows_of
 from kforge_train.evaluate import evaluate
 
