@@ -22,7 +22,8 @@ def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(quickstart, "MIN_STEPS", 40)
     monkeypatch.setitem(quickstart.CALIBRATION, "train.steps", "16")
-    monkeypatch.setitem(os.environ, "RANK", "0")  # whoever starts it: the training is one process
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setitem(os.environ, name, value)  # whoever starts it: the training is one process
     code = quickstart.main(folder, minutes=0.01)
     out = capfd.readouterr().out
 
