@@ -18,7 +18,7 @@ def test_every_set_of_axes_is_accepted_or_refused_in_words():
         assert all(f"parallel.{axis}" in sentence for axis in missing)
 
 
-@pytest.mark.parametrize("layout", [set(s) for n in range(4) for s in itertools.combinations("rst", n)], ids=str)
+@pytest.mark.parametrize("layout", ["", "r", "s", "t", "rs", "rt", "st", "rst"])
 def test_every_pair_and_the_triple_of_replicas_shards_and_tp_is_accepted(layout):
     sizes = {"dp_replicate": "r", "dp_shard": "s", "tp": "t"}
     sizes = {axis: 2 if letter in layout else 1 for axis, letter in sizes.items()}
