@@ -171,7 +171,7 @@ def test_c34_two_slurm_jobs_on_one_host_at_once(jobs):
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist, kforge_parallel as kp
+import os, sys, torch, torch.distributed as dist, kforge_parallel as kp
 mesh = kp.launch()
 total = torch.ones(1)
 dist.all_reduce(total)
