@@ -59,6 +59,20 @@ def plant(name: str) -> None:
     MUTATIONS[name].plant()
 
 
+def take_for_another_rank(name: str, rank_of: Callable[[object], int]) -> None:
+    """Let a method of tensor parallelism's `_Split` take its rank for another."""
+    method = getattr(kforge_parallel.tensor._Split, name)
+
+    def other(self, *args):
+        rank, self.rank = self.rank, rank_of(self)
+        try:
+            return method(self, *args)
+        finally:
+            self.rank = rank
+
+    setattr(kforge_parallel.tensor._Split, name, other)
+
+
 # ---------------------------------------------------------------------------------------------------- sums
 
 
@@ -217,16 +231,7 @@ def values_not_shared():
 
 @mutation("ranks take each other's part of a weight", "tp2", "foreign")
 def parts_exchanged():
-    cut = kforge_parallel.tensor._Split.cut
-
-    def other(self, *args):
-        rank, self.rank = self.rank, (self.rank + 1) % self.size
-        try:
-            return cut(self, *args)
-        finally:
-            self.rank = rank
-
-    kforge_parallel.tensor._Split.cut = other
+    take_for_another_rank("cut", lambda split: (split.rank + 1) % split.size)
 
 
 @mutation("an entry of the plan matches nothing", "tp2", kind="matches no module and no parameter")
@@ -352,16 +357,7 @@ def loss_vocabulary_starts_at_0():
 
 @mutation("every rank's part of the vocabulary starts at 0 in the embedding", "tp2")
 def embedding_vocabulary_starts_at_0():
-    look_up = kforge_parallel.tensor._Split.look_up_own_rows
-
-    def from_0(self, *args):
-        rank, self.rank = self.rank, 0
-        try:
-            return look_up(self, *args)
-        finally:
-            self.rank = rank
-
-    kforge_parallel.tensor._Split.look_up_own_rows = from_0
+    take_for_another_rank("look_up_own_rows", lambda split: 0)
 
 
 # ---------------------------------------------------------------------------------------------------- recomputation

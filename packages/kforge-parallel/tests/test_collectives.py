@@ -25,11 +25,9 @@ def definitions(name, xs, dim):
         return list(xs)
     if name == "reduce":
         return [total] * world
-    if name in ("gather", "collect"):
+    if name == "gather":
         return [torch.cat(list(xs), dim)] * world
-    if name == "scatter":
-        return list(total.chunk(world, dim))
-    return [x.chunk(world, dim)[rank] for rank, x in enumerate(xs)]  # split
+    return list(total.chunk(world, dim))  # scatter
 
 
 def transposes(name, xs, gs, dim):
@@ -42,9 +40,7 @@ def transposes(name, xs, gs, dim):
         return gs
     if name == "gather":
         return list(total.chunk(world, dim))
-    if name == "collect":
-        return [g.chunk(world, dim)[rank] for rank, g in enumerate(gs)]
-    return [torch.cat(gs, dim)] * world  # scatter, split
+    return [torch.cat(gs, dim)] * world  # scatter
 
 
 def every_transfer(rank, world):
@@ -53,9 +49,9 @@ def every_transfer(rank, world):
     from kforge_parallel import collectives
 
     wrong = []
-    for name in ("copy", "summed", "reduce", "gather", "scatter", "collect", "split"):
-        for dim in DIMS if name in ("gather", "scatter", "collect", "split") else (None,):
-            cut = dim if name in ("scatter", "split") else None
+    for name in ("copy", "summed", "reduce", "gather", "scatter"):
+        for dim in DIMS if name in ("gather", "scatter") else (None,):
+            cut = dim if name == "scatter" else None
             xs = inputs(world, cut)
             args = (dist.group.WORLD,) if dim is None else (dist.group.WORLD, dim)
             # A transposed view comes in as well as a contiguous tensor.
@@ -107,8 +103,6 @@ def compiled_transfers(rank, world):
         ("reduce", ()),
         ("gather", (-2,)),
         ("scatter", (-2,)),
-        ("collect", (-1,)),
-        ("split", (-1,)),
     ]:
 
         def product(x, w, name=name, more=more):

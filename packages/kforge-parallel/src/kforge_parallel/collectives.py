@@ -6,8 +6,6 @@ n ranks of a group; x, y this rank's tensor; Σ a sum over ranks; parts are join
     reduce    y = Σ x                    dx = dy
     gather    y = all x, joined          dx = own part of Σ dy
     scatter   y = own part of Σ x        dx = all dy, joined
-    collect   y = all x, joined          dx = own part of dy       (what follows is alike on all ranks)
-    split     y = own part of x          dx = all dy, joined       (what came before is alike on all ranks)
     summed    y = x                      dx = Σ dy, in float32 or wider, rounded once
 
 copy and gather stand before a product whose weight is cut, reduce and scatter after one; summed is for a weight that
@@ -42,11 +40,6 @@ def sum_own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     own = torch.empty_like(parts[0])
     reduce_scatter(own, parts.flatten(0, 1), group=group)
     return own
-
-
-def own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's part of x along ``dim``; contiguous."""
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
 def sum_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -105,28 +98,6 @@ class _Scatter(torch.autograd.Function):
         return join_parts(grad, ctx.group, ctx.dim), None, None
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _returned(join_parts(x, group, dim))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_part(grad, ctx.group, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_part(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return join_parts(grad, ctx.group, ctx.dim), None, None
-
-
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -157,16 +128,6 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's part of the sum over ranks."""
     return _Scatter.apply(x, group, dim)
-
-
-def collect(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All ranks' parts, joined, for what is then done alike on all ranks."""
-    return _Collect.apply(x, group, dim)
-
-
-def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's part of what is alike on all ranks."""
-    return _Split.apply(x, group, dim)
 
 
 def summed(weight: Tensor, group: dist.ProcessGroup) -> Tensor:

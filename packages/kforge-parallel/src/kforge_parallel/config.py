@@ -36,8 +36,8 @@ class ParallelConfig:
     for training."""
     storage: Literal["fp32", "split"] = "fp32"
     """How bf16 training keeps its fp32 weights. split: the parameter is the bf16 half and the optimizer holds the 16
-    bits that are missing, together the same fp32 weight; no fp32 copy and no cast before the all-gather. Without
-    effect in other precisions than bf16, where it is refused."""
+    bits that are missing, together the same fp32 weight; no fp32 copy and no cast before the all-gather. Goes
+    with bf16 only."""
     recompute: Literal["none", "full"] = "none"
     """Activations kept for backward: all of them, or only each block's input (the block runs again in backward)."""
     compile: bool = False

@@ -60,14 +60,12 @@ def precision_table(config: ParallelConfig, world_size: int) -> dict[str, str]:
     """What is done to weights and gradients, for people: one line a row."""
     short = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
     precision = precision_of(config.precision, config.storage)
+    summed = short[precision.reduce]
+    remark = {"tf32": " (products in TF32)", "fp16": " (loss scaled)"}.get(config.precision, "")
     split = config.storage == "split"
-    unwrapped = split and world_size == 1
-    last = (
-        f"{short[precision.reduce]}, then rounded to bf16 once" if split and not unwrapped else short[precision.reduce]
-    )
     return {
-        "weights": "bf16, and the 16 bits that are missing to fp32 with the optimizer" if split else "fp32",
-        "compute": short[precision.compute] + (" (products in TF32)" if config.precision == "tf32" else ""),
-        "gradients over microbatches": f"{short[precision.reduce]}, {config.accumulate}",
-        "gradients over ranks": last if world_size > 1 else "one rank",
-    } | ({"weights": "fp64"} if config.precision == "fp64" else {})
+        "weights": short[precision.storage] + (", the bits missing to fp32 with the optimizer" if split else ""),
+        "compute": short[precision.compute] + remark,
+        "gradients over microbatches": f"{summed}, {config.accumulate}",
+        "gradients over ranks": "one rank" if world_size == 1 else summed + (", then rounded to bf16 once" * split),
+    }
