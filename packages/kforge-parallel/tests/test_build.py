@@ -105,6 +105,24 @@ def test_a_value_that_init_forgets_is_named():
         run_ranks(forgetful, 1)
 
 
+def copied(rank, world):
+    """What a deep copy with other weights gives, of a model that one process holds unwrapped."""
+    import copy
+
+    mesh = kp.launch()
+    model = kp.parallelize(Toy, mesh, init=fill, precision="bf16", storage="split", recompute="full")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.layers.parameters():
+            parameter.zero_()
+    bare = other.head(other.embed(IDS) + other.shift.to(torch.bfloat16))
+    return torch.equal(other(IDS), bare), torch.equal(model(IDS), bare)
+
+
+def test_a_deep_copy_computes_with_its_own_weights():
+    assert run_ranks(copied, 1)[0] == (True, False)
+
+
 class Buffers(torch.nn.Module):
     """A weight, a table of angles and a table of integers."""
 
