@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,15 @@ def send(name: str) -> None:
     signal.raise_signal(signal.Signals[name])
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell that put the tests in the background has it ignored."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_records_the_first_name_and_restores_handlers() -> None:
     before = {name: signal.getsignal(signal.Signals[name]) for name in ("SIGTERM", "SIGUSR1", "SIGINT")}
     with StopRequest() as stop:
