@@ -2,65 +2,148 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from kforge_model.checks import check_model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Llama-style decoder: pre-norm blocks of grouped-query attention with RoPE and a SwiGLU MLP."""
+    """A decoder of blocks of attention and feed-forward; without choices, Llama's.
+
+    Names that are text (`kind`, `norm`, `mlp`, `attention_core`, `loss`) are looked up in registries, to which a
+    package can add its own.
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
+    kind: str = "transformer"
+    """Which model: transformer, or one that a package adds (entry point `kforge.models`)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of parts that are not kforge's own, by name; a part says which it takes. In TOML: [model.options]."""
+
     vocab_size: int = 4096
-    """Rows of the embedding and of the head, in tokens. At least the tokenizer's size."""
+    """Tokens of the vocabulary: logits of a position. At least the tokenizer's size."""
+    vocab_multiple: int = 1
+    """Embedding and head have vocab_size rows, rounded up to a multiple of this. No token has the rows above; they get
+    no probability and no gradient. For tensor parallelism and fast products: 128."""
     dim: int = 256
     """Width of the residual stream, in features."""
     n_layers: int = 4
     """Number of blocks."""
+    max_seq_len: int = 4096
+    """Longest row and longest generated text, in tokens. RoPE is computed where needed, so this costs nothing."""
+
+    attention: Literal["gqa", "mla"] = "gqa"
+    """gqa: queries in groups that share a key/value head, from all heads (n_kv_heads = n_heads) to one. mla: keys and
+    values of all heads made from one small latent a token (DeepSeek-V2)."""
     n_heads: int = 4
     """Query heads of a block."""
     n_kv_heads: int | None = None
-    """Key and value heads of a block; must divide n_heads. None: as many as n_heads."""
+    """Key and value heads of a block under gqa; must divide n_heads. None: as many as n_heads."""
     head_dim: int | None = None
-    """Width of one head, in features; even, as RoPE rotates pairs. None: dim / n_heads."""
-    ffn_dim: int | None = None
-    """Hidden width of the SwiGLU MLP, in features. None: 8/3 of dim, rounded up to a multiple of 64."""
-    qk_norm: bool = False
-    """Normalise each query and key head (RMSNorm over head_dim, before RoPE), as Qwen3 does: keeps logits bounded."""
-    max_seq_len: int = 4096
-    """Longest row and longest generated text, in tokens. RoPE is computed where needed, so this costs nothing."""
+    """Width of one query or key head, in features; under mla rotated and unrotated part together. None: dim / n_heads."""
+    v_head_dim: int | None = None
+    """Width of one value head under mla, in features. None: head_dim - rope_dim."""
+    kv_lora_rank: int | None = None
+    """Width of the latent that mla keeps of each token, in features."""
+    q_lora_rank: int | None = None
+    """Width of mla's latent of the queries, in features. None: queries are made from the residual stream."""
+    qk_norm: Literal["none", "per_head", "across_heads"] = "none"
+    """Normalise queries and keys before RoPE, which bounds the scores: each head by itself (Qwen3), or all heads of a
+    token together (OLMo 2)."""
+    qkv_bias: bool = False
+    """Biases on queries, keys and values."""
+    out_bias: bool = False
+    """A bias on attention's output."""
+    attn_gate: bool = False
+    """Multiply what each head has gathered by sigmoid(gate x), feature by feature, before the output projection."""
+    attn_scale: float | None = None
+    """Factor on the scores. None: 1 / sqrt(head_dim)."""
+    attn_softcap: float = 0.0
+    """Bound the scores to ± this by cap · tanh(score / cap), as Gemma 2 does. 0: no bound."""
+    sinks: bool = False
+    """A learned score a head that takes part in the softmax and gathers nothing (gpt-oss): a head may look nowhere."""
+    window: int | None = None
+    """A windowed layer's token sees itself and the window - 1 tokens before it. None: no layer has a window."""
+    window_pattern: str = "W"
+    """Which layers have the window: one letter a layer, W with it and F (full) without, repeated over the layers."""
+    attention_core: str = "auto"
+    """What computes attention: auto (the fastest that can), sdpa, varlen (CUDA, bf16 or fp16), flex (CUDA), masked
+    (anywhere), or one that a package adds (entry point `kforge.attention_cores`)."""
+
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_theta_window: float | None = None
+    """Base in windowed layers, which then have no rope_scaling (Gemma 3). None: all layers are alike."""
+    rope_dim: int | None = None
+    """Features of a head that are rotated: the first ones, under mla the last. None: all under gqa; mla wants a
+    number."""
+    rope_scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = "none"
+    """How the frequencies are stretched for longer rows than the model was first trained on."""
+    rope_factor: float = 1.0
+    """How many times longer, for rope_scaling."""
+    rope_original_len: int | None = None
+    """Tokens of the rows it was first trained on; wanted by yarn and llama3."""
+    rope_low: float = 1.0
+    """llama3: frequencies that turn fewer times than this over the original length are divided by rope_factor. yarn
+    (beta_slow): so are those."""
+    rope_high: float = 4.0
+    """llama3: frequencies that turn more often than this over the original length stay. yarn (beta_fast, there usually
+    32): so do those."""
+    rope_attn_factor: float | None = None
+    """yarn: factor on rotated queries and on rotated keys. None: 0.1 ln(rope_factor) + 1."""
+
+    norm: str = "rmsnorm"
+    """Every norm of the model: rmsnorm, layernorm, or one that a package adds (entry point `kforge.norms`)."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside every RMSNorm."""
+    """Added to the mean square, or to the variance, inside every norm."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms of a block: before attention and feed-forward (pre), on what they add to the residual stream (post, as
+    OLMo 2), or both (sandwich, as Gemma 2)."""
+    mlp: str = "swiglu"
+    """The feed-forward half: gated swiglu, geglu, geglu_tanh; plain gelu, gelu_tanh, relu, relu2 (ReLU squared); or one
+    that a package adds (entry point `kforge.mlps`)."""
+    ffn_dim: int | None = None
+    """Hidden width of the feed-forward half, in features. None: 8/3 of dim, rounded up to a multiple of 64."""
+    mlp_bias: bool = False
+    """Biases in the feed-forward half."""
+
     tie_embeddings: bool = False
     """Use the embedding's weight as the head's."""
+    embed_scale: float = 1.0
+    """Factor on the embedding's output; sqrt(dim) in Gemma."""
+    logit_softcap: float = 0.0
+    """Bound the logits to ± this by cap · tanh(logit / cap). 0: no bound."""
+    mtp_depth: int = 0
+    """Further tokens that are predicted in training, each by a block of its own that shares embedding and head
+    (DeepSeek-V3). 0: the next token only."""
+    mtp_weight: float = 0.3
+    """Weight of the mean loss of the further tokens beside the loss of the next one."""
+
+    loss: str = "linear_cross_entropy"
+    """linear_cross_entropy (head and loss in one, a part of the tokens at a time), cross_entropy (from all logits), or
+    one that a package adds (entry point `kforge.losses`)."""
+    loss_chunk_tokens: int = 4096
+    """Tokens whose logits exist at one time in linear_cross_entropy. Smaller: less memory; the loss is the same."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Weight of the mean of logsumexp(logits)² over scored tokens, added to the loss (PaLM: 1e-4)."""
+
+    init: Literal["normal", "truncated_normal"] = "normal"
+    """Distribution of the initial weights; truncated_normal has none beyond three standard deviations."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections of a block get this over sqrt(2 n_layers)."""
-    loss_chunk_tokens: int = 4096
-    """Tokens whose logits exist at one time in the head. Smaller: less memory; the loss is the same."""
+    mup_base_dim: int | None = None
+    """Width at which init_std and the learning rate were chosen, in features (μP). Hidden matrices then start with
+    init_std · sqrt(mup_base_dim / dim), and logits are multiplied by mup_base_dim / dim; scale their learning rate with
+    `Transformer.lr_scales`. None: no scaling with width."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len", "loss_chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} = {getattr(self, name)} must be at least 1")
-        if self.kv_heads < 1 or self.n_heads % self.kv_heads:
-            raise ValueError(
-                f"model.n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}; "
-                "every key/value head serves the same number of query heads"
-            )
-        if self.head_dim is None and self.dim % self.n_heads:
-            raise ValueError(
-                f"model.dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; change one, or set head_dim"
-            )
-        if self.head_size < 2 or self.head_size % 2:
-            raise ValueError(f"model.head_dim = {self.head_size} must be even and positive: RoPE rotates pairs")
-        if self.ffn_size < 1:
-            raise ValueError(f"model.ffn_dim = {self.ffn_dim} must be at least 1")
-        for name in ("rope_theta", "norm_eps", "init_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"model.{name} = {getattr(self, name)} must be above 0")
+        check_model(self)
 
     @property
     def kv_heads(self) -> int:
@@ -69,10 +152,42 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of one head, with the default resolved."""
+        """Width of one query or key head, with the default resolved."""
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
+    def value_size(self) -> int:
+        """Width of one value head, with the default resolved."""
+        if self.attention == "gqa":
+            return self.head_size
+        return self.head_size - self.rope_size if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def rope_size(self) -> int:
+        """Rotated features of a head, with the default resolved."""
+        return self.head_size if self.rope_dim is None else self.rope_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores, with the default resolved."""
+        return self.head_size**-0.5 if self.attn_scale is None else self.attn_scale
+
+    @property
     def ffn_size(self) -> int:
-        """Hidden width of the MLP, with the default resolved."""
+        """Hidden width of the feed-forward half, with the default resolved."""
         return -(-(8 * self.dim // 3) // 64) * 64 if self.ffn_dim is None else self.ffn_dim
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether the feed-forward half has a gate beside its hidden features, as those that end in "glu" do."""
+        return self.mlp.startswith(("swiglu", "geglu"))
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer, in tokens; None: it sees all before it."""
+        letter = self.window_pattern[layer % len(self.window_pattern)]
+        return self.window if letter == "W" else None
