@@ -63,6 +63,8 @@ def test_newton_schulz(shape: tuple[int, int, int]) -> None:
     result = newton_schulz(matrices, steps=5)
     for matrix, one in zip(matrices, result, strict=True):
         np.testing.assert_allclose(one.numpy(), reference_newton_schulz(matrix.numpy(), 5), atol=1e-12)
+    scaled = newton_schulz(matrices, steps=5, scale=0.3)
+    torch.testing.assert_close(scaled, 0.3 * newton_schulz(matrices, steps=5), rtol=1e-13, atol=1e-13)
     assert torch.equal(newton_schulz(torch.zeros(shape)), torch.zeros(shape))
 
 
@@ -150,8 +152,10 @@ def test_batches_do_not_depend_on_their_size(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_only_matrices() -> None:
-    with pytest.raises(ValueError, match=r"not a parameter of shape \(2, 3, 4\)"):
-        Muon().init_state(nn.Parameter(torch.zeros(2, 3, 4)))
+    with pytest.raises(ValueError, match=r"not a parameter of shape \(4,\)"):
+        Muon().init_state(nn.Parameter(torch.zeros(4)))
+    with pytest.raises(ValueError, match="steps = 0 must be at least 1"):
+        newton_schulz(torch.eye(2)[None], steps=0)
     with pytest.raises(ValueError, match="muon_ns_dtype = 'float8'"):
         OptimConfig(muon_ns_dtype="float8")
 

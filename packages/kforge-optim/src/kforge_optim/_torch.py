@@ -20,6 +20,12 @@ def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> lis
     return list(torch._foreach_norm(list(tensors), p, dtype=dtype))
 
 
+def sharded_dim(placement: Placement) -> int | None:
+    """The dimension of the tensor that ``placement`` cuts, None for Replicate. Stands in for ``isinstance`` of
+    ``Shard``, which ``_StridedShard`` is in some versions of torch only."""
+    return getattr(placement, "dim", None)
+
+
 def stacked(placement: Placement) -> Placement:
     """The placement of a stack of tensors (a new dimension 0) whose members each have ``placement``.
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from kforge_optim.config import OptimConfig
 from kforge_optim.registry import Registry
 
+Fused = tuple[int, tuple[int, ...]]
+"""How a weight that holds several matrices is cut into them: (dimension, sizes of the parts along it)."""
+
 
 @dataclass
 class Slot:
@@ -21,6 +24,9 @@ class Slot:
     state: dict[str, Tensor] = field(default_factory=dict)
     remainder: Tensor | None = None
     """The lower half of a weight in split storage, int16; algorithms never see it, they get the joined weight."""
+    fused: Fused | None = None
+    """How the weight is cut into matrices [rows, in]: each part with all dimensions but the last flattened. None: the
+    weight is a matrix, or a batch of them over all dimensions but the last two."""
 
 
 class Algorithm(Protocol):

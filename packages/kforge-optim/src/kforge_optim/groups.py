@@ -9,23 +9,26 @@ role                          what                                              
 ``embeddings``                weights of ``nn.Embedding``, names with embed/wte/wpe   no            AdamW
 ``head``                      owned by ``head``, ``lm_head``, or the root's ``output`` yes           AdamW
 ``routers``                   names with ``router``, or ``gate`` beside ``experts``   yes           AdamW
-``matrices``                  everything else (two or more dimensions)                yes           Muon (2-D only)
+``matrices``                  everything else (two or more dimensions)                yes           Muon
 ============================  ======================================================  ============  ===============
 
 A tied weight is one parameter under several names: it keeps the first name, and is an embedding if any of its names
 says so. Wrappers that put themselves into names (``torch.compile``, activation checkpointing, FSDP 1, DDP) are cut
 out of the names first, so the partition is the same with and without them.
+
+Which matrices lie in a weight of ``matrices`` is plain data: `fused_weights`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kforge_optim.algorithm import Fused
 from kforge_optim.config import OptimConfig
 
 ROLES = ("matrices", "embeddings", "head", "routers", "norms_and_biases")
@@ -55,6 +58,8 @@ class Group:
     """Decoupled weight decay: each step takes lr · weight_decay of the weight."""
     parameters: Mapping[str, nn.Parameter]
     """Clean name -> parameter, in the model's order."""
+    fused_weights: Mapping[str, Fused] = field(default_factory=dict)
+    """Clean name -> (dim, sizes) of those parameters that hold several matrices; see `fused_weights`."""
 
 
 def clean_name(name: str) -> str:
@@ -64,8 +69,7 @@ def clean_name(name: str) -> str:
 
 def parameter_roles(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
     """Clean name -> (role, parameter) of every trainable parameter, each once, in the model's order."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = _unwrapped(model)
     aliases: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -105,22 +109,64 @@ def _role(names: list[str], parameter: nn.Parameter, in_embedding: bool, mixture
     return "matrices"
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def fused_weights(model: nn.Module) -> dict[str, Fused]:
+    """Clean name -> (dim, sizes) of every parameter that holds several matrices, as the modules declare it.
+
+    A module, the model itself or any in it, may have an attribute ``fused_weights`` that maps names of parameters,
+    relative to the module, to (dim, sizes). Such a parameter is cut along ``dim`` into parts of these sizes, and each
+    part with all dimensions but the last flattened is one matrix [rows, in]. Query, key and value of 2 groups of
+    3 query heads of size 8, [2, 5, 8, D], are ``(1, (3, 1, 1))``: matrices of 48, 16 and 16 rows. A parameter that
+    nobody names is a matrix, or a batch of matrices over all its dimensions but the last two.
+
+    Raises ValueError, with the name and the entry, for a name that no parameter has, for sizes that do not add up to
+    the parameter's, and for two entries of one parameter that differ.
+    """
+    model = _unwrapped(model)
+    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    first_names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first_names.setdefault(id(parameter), name)
+    found: dict[str, Fused] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        # Not what a wrapper passes on from the module in it: that one has its turn, under its own prefix.
+        if "fused_weights" not in vars(module) and not hasattr(type(module), "fused_weights"):
+            continue
+        entries: Mapping[str, Fused] = module.fused_weights  # type: ignore[assignment]
+        for relative, (dim, sizes) in entries.items():
+            name, fused = clean_name(f"{prefix}.{relative}" if prefix else relative), (dim, tuple(sizes))
+            if name not in parameters:
+                raise ValueError(f"fused_weights says {name!r}: {fused}, but no parameter has this name")
+            shape = tuple(parameters[name].shape)
+            if not 0 <= dim < len(shape) or min(fused[1], default=0) < 1 or sum(fused[1]) != shape[dim]:
+                raise ValueError(
+                    f"fused_weights says {name!r}: {fused}, but its shape is {shape}; sizes must be positive and add "
+                    "up to the length of that dimension"
+                )
+            if found.setdefault(first_names[id(parameters[name])], fused) != fused:
+                raise ValueError(f"fused_weights says {name!r}: {fused}, and elsewhere another cut of this parameter")
+    return found
+
+
 def build_groups(model: nn.Module, config: OptimConfig, *, matrices_only: bool = False) -> list[Group]:
     """Split the trainable parameters of ``model`` into groups; a group without parameters is left out.
 
-    With ``matrices_only`` the optimizer that ``config`` names takes only 2-D ``matrices``; AdamW takes all the rest at
-    ``config.adamw_lr``, with ``matrices`` of more dimensions in a group of their own, ``tensors``.
+    With ``matrices_only`` the optimizer that ``config`` names takes only ``matrices``; AdamW takes all the rest at
+    ``config.adamw_lr``.
 
-    Raises ValueError when there is nothing to train.
+    Raises ValueError when there is nothing to train, and as `fused_weights` does.
     """
     split: dict[str, dict[str, nn.Parameter]] = {}
     for name, (role, parameter) in parameter_roles(model).items():
-        group = "tensors" if matrices_only and role == "matrices" and parameter.ndim > 2 else role
-        split.setdefault(group, {})[name] = parameter
+        split.setdefault(role, {})[name] = parameter
     if not split:
         raise ValueError("the model has no trainable parameter; set requires_grad on what should learn")
+    fused = fused_weights(model)
     groups = []
-    for name in ("matrices", "tensors", *ROLES[1:]):
+    for name in ROLES:
         if name not in split:
             continue
         beside = matrices_only and name != "matrices"
@@ -129,8 +175,9 @@ def build_groups(model: nn.Module, config: OptimConfig, *, matrices_only: bool =
                 name=name,
                 algorithm="adamw" if beside else config.name,
                 lr=config.adamw_lr if beside and config.adamw_lr is not None else config.lr,
-                weight_decay=config.weight_decay if name in DECAYED or name == "tensors" else 0.0,
+                weight_decay=config.weight_decay if name in DECAYED else 0.0,
                 parameters=split[name],
+                fused_weights={key: cut for key, cut in fused.items() if key in split[name]},
             )
         )
     return groups

@@ -46,7 +46,10 @@ class Optimizer:
         self.schedule_step = 0
         self._algorithms = dict(algorithms)
         self._schedule = schedule
-        self._slots = {group.name: [Slot(*item) for item in group.parameters.items()] for group in self.groups}
+        self._slots = {
+            group.name: [Slot(*item, fused=group.fused_weights.get(item[0])) for item in group.parameters.items()]
+            for group in self.groups
+        }
         for slot in self._all_slots():
             if slot.parameter.dtype not in (torch.float32, torch.float64) and not self._is_split(slot):
                 raise ValueError(
@@ -264,8 +267,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int, *, 
         with the same gradients. Parameters that are float32 all the same are updated as under ``fp32``.
 
     Raises ValueError for an unknown optimizer or schedule (listing the known ones), lengths that do not fit, weights
-    in less than float32 that are not split, ``split`` where nothing is bfloat16, and a model without trainable
-    parameters.
+    in less than float32 that are not split, ``split`` where nothing is bfloat16, a model without trainable parameters,
+    and ``fused_weights`` that do not fit the model.
     """
     algorithm = OPTIMIZERS.get(config.name)(config)
     algorithms = {config.name: algorithm}

@@ -74,7 +74,7 @@ def widened(slot: Slot) -> Slot:
     parameter = nn.Parameter(full_weight(slot), requires_grad=False)
     if slot.parameter.grad is not None:
         parameter.grad = like_layout(local_gradient(slot.parameter).to(torch.float32), slot.parameter)
-    return Slot(slot.name, parameter, slot.state)
+    return Slot(slot.name, parameter, slot.state, fused=slot.fused)
 
 
 def batches(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
