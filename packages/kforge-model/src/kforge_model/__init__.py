@@ -15,10 +15,13 @@ from kforge_model._version import __version__
 
 if TYPE_CHECKING:
     from kforge_model.attention import Attention as Attention
-    from kforge_model.attention import SdpaCore as SdpaCore
     from kforge_model.block import Block as Block
+    from kforge_model.cache import CachedRows as CachedRows
     from kforge_model.cache import KVCache as KVCache
     from kforge_model.config import ModelConfig as ModelConfig
+    from kforge_model.core import AttentionCore as AttentionCore
+    from kforge_model.exchange import fuse as fuse
+    from kforge_model.exchange import separate as separate
     from kforge_model.flops import flops_per_token as flops_per_token
     from kforge_model.flops import model_shape as model_shape
     from kforge_model.flops import num_parameters as num_parameters
@@ -27,34 +30,61 @@ if TYPE_CHECKING:
     from kforge_model.head_loss import HeadLoss as HeadLoss
     from kforge_model.head_loss import linear_cross_entropy as linear_cross_entropy
     from kforge_model.init import init_normal_ as init_normal_
-    from kforge_model.mlp import SwiGLU as SwiGLU
+    from kforge_model.linear import StackedLinear as StackedLinear
+    from kforge_model.mla import LatentAttention as LatentAttention
+    from kforge_model.mlp import GatedMLP as GatedMLP
+    from kforge_model.mlp import PlainMLP as PlainMLP
+    from kforge_model.norm import LayerNorm as LayerNorm
     from kforge_model.norm import RMSNorm as RMSNorm
     from kforge_model.presets import PRESETS as PRESETS
+    from kforge_model.registry import ATTENTION_CORES as ATTENTION_CORES
+    from kforge_model.registry import LOSSES as LOSSES
+    from kforge_model.registry import MLPS as MLPS
+    from kforge_model.registry import MODELS as MODELS
+    from kforge_model.registry import NORMS as NORMS
+    from kforge_model.registry import Registry as Registry
     from kforge_model.rope import Rotary as Rotary
+    from kforge_model.rope import rope_frequencies as rope_frequencies
     from kforge_model.rows import Rows as Rows
     from kforge_model.transformer import Transformer as Transformer
+    from kforge_model.transformer import build_model as build_model
 
 # Public name -> the module it lives in. Nothing is imported until it is asked for.
 _HOME = {
+    "ATTENTION_CORES": "registry",
     "Attention": "attention",
+    "AttentionCore": "core",
     "Block": "block",
+    "CachedRows": "cache",
+    "GatedMLP": "mlp",
     "HeadLoss": "head_loss",
     "KVCache": "cache",
+    "LOSSES": "registry",
+    "LatentAttention": "mla",
+    "LayerNorm": "norm",
+    "MLPS": "registry",
+    "MODELS": "registry",
     "ModelConfig": "config",
+    "NORMS": "registry",
     "PRESETS": "presets",
+    "PlainMLP": "mlp",
     "RMSNorm": "norm",
+    "Registry": "registry",
     "Rotary": "rope",
     "Rows": "rows",
-    "SdpaCore": "attention",
-    "SwiGLU": "mlp",
+    "StackedLinear": "linear",
     "Transformer": "transformer",
+    "build_model": "transformer",
     "flops_per_token": "flops",
+    "fuse": "exchange",
     "generate": "generation",
     "init_normal_": "init",
     "linear_cross_entropy": "head_loss",
     "model_shape": "flops",
     "num_parameters": "flops",
+    "rope_frequencies": "rope",
     "sample": "generation",
+    "separate": "exchange",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -16,14 +16,26 @@ if TYPE_CHECKING:
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def varlen_causal(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Causal attention inside each segment of a flattened batch: q [T,H,Dh], k and v [T,KV,Dh] -> [T,H,Dh].
+def varlen_causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention inside each segment of a flattened batch: q [T,H,Dh], k and v [T,KV,Dh] -> [T,H,Dh]. With
+    ``window``, a token sees itself and the window - 1 before it.
 
     Stands in for ``torch.nn.attention.varlen.varlen_attn``, whose signature changed between 2.11 and 2.13. In both,
-    a window of (-1, 0) is what makes it causal. CUDA, bf16 or fp16 only.
+    a right side of 0 in the window is what makes it causal. CUDA, bf16 or fp16 only.
     """
     grouped = _GQA if q.shape[1] != k.shape[1] else {}
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(-1, 0), **grouped)
+    sides = (-1 if window is None else window - 1, 0)
+    ends = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = varlen_attn(q, k, v, *ends, scale=scale, window_size=sides, **grouped)
     assert isinstance(out, Tensor)
     return out
 

@@ -7,26 +7,39 @@ from torch import Tensor, nn
 from kforge_model.attention import Attention
 from kforge_model.cache import LayerCache
 from kforge_model.config import ModelConfig
-from kforge_model.mlp import SwiGLU
-from kforge_model.norm import RMSNorm
+from kforge_model.mla import LatentAttention
+from kforge_model.mlp import build_mlp
+from kforge_model.norm import build_norm
 from kforge_model.rope import Rotary
 from kforge_model.rows import Rows
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attn(attn_norm(x)), then x + mlp(mlp_norm(x)).
+    """Residual block: x + post(attn(pre(x))), then the same with mlp. ``norm_placement`` says which norms there are.
 
-    The unit of FSDP, of activation checkpointing and of compilation; traces into one graph.
+    pre: before each half (Xiong et al. 2020, arXiv:2002.04745); post: on what each half adds (OLMo 2, arXiv:2501.00656,
+    section 3.2); sandwich: both. ``layer`` is its place in the model. The unit of FSDP, of activation checkpointing and
+    of compilation; traces into one graph.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attn = Attention(config)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.ffn_size)
+        pre, post = config.norm_placement != "post", config.norm_placement != "pre"
+        self.attn_norm = build_norm(config, config.dim) if pre else None
+        attention = Attention if config.attention == "gqa" else LatentAttention
+        self.attn: Attention | LatentAttention = attention(config, layer)
+        self.attn_post_norm = build_norm(config, config.dim) if post else None
+        self.mlp_norm = build_norm(config, config.dim) if pre else None
+        self.mlp = build_mlp(config)
+        self.mlp_post_norm = build_norm(config, config.dim) if post else None
+        self.plan = {name: "sequence" for name, module in self.named_children() if name.endswith("norm")}
 
     def forward(self, x: Tensor, rotary: Rotary, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """x [B,S,D] -> [B,S,D], in x's dtype."""
-        x = x + self.attn(self.attn_norm(x), rotary, rows, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + _of(self.attn_post_norm, self.attn(_of(self.attn_norm, x), rotary, rows, cache))
+        return x + _of(self.mlp_post_norm, self.mlp(_of(self.mlp_norm, x)))
+
+
+def _of(norm: nn.Module | None, x: Tensor) -> Tensor:
+    y: Tensor = x if norm is None else norm(x)
+    return y

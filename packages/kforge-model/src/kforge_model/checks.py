@@ -23,7 +23,9 @@ def check_model(config: ModelConfig) -> None:
     for name in (*_ABOVE_0, *_NOT_NEGATIVE):
         value = getattr(config, name)
         if value is not None and not (value > 0 or (value == 0 and name in _NOT_NEGATIVE)):
-            raise ValueError(f"model.{name} = {value} must {'not be negative' if name in _NOT_NEGATIVE else 'be above 0'}")
+            raise ValueError(
+                f"model.{name} = {value} must {'not be negative' if name in _NOT_NEGATIVE else 'be above 0'}"
+            )
     if not 0 <= config.label_smoothing < 1:
         raise ValueError(f"model.label_smoothing = {config.label_smoothing} must lie in [0, 1)")
     if config.ffn_size < 1:
@@ -68,8 +70,8 @@ def _check_latents(config: ModelConfig) -> None:
         raise ValueError("model.attention = 'mla' wants model.kv_lora_rank, the width of the latent that it keeps")
     if config.rope_dim is None or config.rope_size >= config.head_size:
         raise ValueError(
-            f"model.attention = 'mla' wants model.rope_dim below head_dim = {config.head_size}: the part of a head that "
-            f"is rotated and shared by all heads (it is {config.rope_dim})"
+            f"model.attention = 'mla' wants model.rope_dim below head_dim = {config.head_size}: the part of a head "
+            f"that is rotated and shared by all heads (it is {config.rope_dim})"
         )
     if config.n_kv_heads is not None:
         raise ValueError(
@@ -122,6 +124,8 @@ def _check_rope(config: ModelConfig) -> None:
     if config.rope_attn_factor is not None and kind != "yarn":
         raise ValueError(f"model.rope_attn_factor = {config.rope_attn_factor} is read by rope_scaling = 'yarn' only")
     if kind == "ntk" and config.rope_size < 4:
-        raise ValueError(f"model.rope_scaling = 'ntk' wants at least 4 rotated features, and rope_dim = {config.rope_size}")
+        raise ValueError(
+            f"model.rope_scaling = 'ntk' wants at least 4 rotated features, and rope_dim = {config.rope_size}"
+        )
     if not math.isfinite(factor):
         raise ValueError(f"model.rope_factor = {factor} must be finite")

@@ -44,7 +44,7 @@ class ModelConfig:
     n_kv_heads: int | None = None
     """Key and value heads of a block under gqa; must divide n_heads. None: as many as n_heads."""
     head_dim: int | None = None
-    """Width of one query or key head, in features; under mla rotated and unrotated part together. None: dim / n_heads."""
+    """Width of a query or key head, in features; under mla rotated and unrotated part together. None: dim / n_heads."""
     v_head_dim: int | None = None
     """Width of one value head under mla, in features. None: head_dim - rope_dim."""
     kv_lora_rank: int | None = None

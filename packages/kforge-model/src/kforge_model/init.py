@@ -42,15 +42,19 @@ def _xor_shift_(z: Tensor, bits: int) -> Tensor:
     return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
-def counter_normal(index: Tensor, key: int) -> Tensor:
-    """Standard normal numbers, float64, one for each int64 index. Multiplications wrap around, as they should."""
+def counter_normal(index: Tensor, key: int, cut: float | None = None) -> Tensor:
+    """Standard normal numbers, float64, one for each int64 index; with ``cut``, of the normal distribution cut off at
+    ± cut. Multiplications wrap around, as they should."""
     z = (index + 1).mul_(GOLDEN).add_(key)
     z = _xor_shift_(z, 30).mul_(MIX_1)
     z = _xor_shift_(z, 27).mul_(MIX_2)
     z = _xor_shift_(z, 31)
     # 52 bits and a half: the centre of a cell, exact in float64, never 0 or 1.
     cell = (z >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64)
-    return cell.add_(0.5).mul_(2.0**-51).sub_(1.0).erfinv_().mul_(math.sqrt(2.0))
+    uniform = cell.add_(0.5).mul_(2.0**-51).sub_(1.0)
+    if cut is not None:
+        uniform.mul_(math.erf(cut / math.sqrt(2.0)))
+    return uniform.erfinv_().mul_(math.sqrt(2.0))
 
 
 def _whole_index(
@@ -70,10 +74,11 @@ def _whole_index(
 
 
 @torch.no_grad()
-def init_normal_(tensor: Tensor, seed: int, name: str, std: float) -> Tensor:
-    """Fill a tensor in place with normal numbers of standard deviation ``std`` and mean 0; returns it.
+def init_normal_(tensor: Tensor, seed: int, name: str, std: float, cut: float | None = None) -> Tensor:
+    """Fill a tensor in place with normal numbers of standard deviation ``std`` and mean 0; returns it. With ``cut``,
+    the distribution is cut off at ± cut · std.
 
-    Element i (flat, in the whole tensor) depends on (seed, name, i) and std only: not on shape, device, dtype or
+    Element i (flat, in the whole tensor) depends on (seed, name, i), std and cut only: not on shape, device, dtype or
     layout, but for rounding. A DTensor's ranks each fill their own shard and do not communicate. On one kind of
     device all layouts give the same bits; CPU and CUDA may differ in the last place of float32.
 
@@ -93,7 +98,7 @@ def init_normal_(tensor: Tensor, seed: int, name: str, std: float) -> Tensor:
     for start in range(0, flat.numel(), CHUNK):
         stop = min(start + CHUNK, flat.numel())
         index = _whole_index(start, stop, box, whole, offset, local.device)
-        flat[start:stop] = counter_normal(index, key).mul_(std)
+        flat[start:stop] = counter_normal(index, key, cut).mul_(std)
     if target is not local:
         local.copy_(target)
     return tensor

@@ -71,3 +71,9 @@ for _name, _activation in GATED.items():
     _register(_name, GatedMLP, _activation)
 for _name, _activation in PLAIN.items():
     _register(_name, PlainMLP, _activation)
+
+
+def build_mlp(config: ModelConfig) -> nn.Module:
+    """The feed-forward half that ``config`` names."""
+    mlp: nn.Module = MLPS.get(config.mlp)(config)
+    return mlp

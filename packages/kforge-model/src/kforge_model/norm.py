@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kforge_model.config import ModelConfig
 from kforge_model.registry import NORMS
 
 
@@ -86,3 +87,9 @@ class _MeanOverRanks(torch.autograd.Function):
         total = grad.clone()
         dist.all_reduce(total, group=ctx.group)
         return total / ctx.group.size(), None
+
+
+def build_norm(config: ModelConfig, dim: int) -> nn.Module:
+    """The norm that ``config`` names, over ``dim`` features."""
+    norm: nn.Module = NORMS.get(config.norm)(dim, config.norm_eps)
+    return norm

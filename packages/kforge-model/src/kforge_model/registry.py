@@ -1,4 +1,4 @@
-"""Names for parts of a model that users may add: by a decorator in their own code, or by an entry point of a package."""
+"""Names for parts of a model that users may add: by a decorator in their code, or by an entry point of a package."""
 
 from __future__ import annotations
 

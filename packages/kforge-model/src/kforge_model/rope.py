@@ -82,8 +82,8 @@ class Rotary:
 
     @classmethod
     def at(cls, position_ids: Tensor, frequency: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotary:
-        """Rotations for position_ids [B,S] (int64) by ``frequency`` [R/2] radians a position (`rope_frequencies`), to be
-        applied to tensors of ``dtype``; the tables are in dtype or float32, whichever is wider. What is rotated is
+        """Rotations for position_ids [B,S] (int64) by ``frequency`` [R/2] radians a position (`rope_frequencies`), to
+        be applied to tensors of ``dtype``; the tables are in dtype or float32, whichever is wider. What is rotated is
         also multiplied by ``factor``."""
         frequency = frequency.to(device=position_ids.device, dtype=torch.float64, non_blocking=True)
         angle = position_ids.to(torch.float64)[:, :, None, None] * frequency

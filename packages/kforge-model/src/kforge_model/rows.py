@@ -54,11 +54,3 @@ class Rows:
             max_seqlen=max(length for row in lengths for length in row),
             doc_ids=torch.stack(documents).to(device),
         )
-
-
-@dataclass(frozen=True)
-class MaskedRows(Rows):
-    """Rows with what the attention core would otherwise build anew in every layer."""
-
-    mask: Tensor | None = None
-    """[B,1,S,S] added to the scores: 0 where a query may look, -inf elsewhere. None where no mask is needed."""

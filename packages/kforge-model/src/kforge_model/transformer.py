@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -15,40 +16,36 @@ from kforge_model.config import ModelConfig
 from kforge_model.flops import model_shape
 from kforge_model.head_loss import HeadLoss
 from kforge_model.init import fill_, init_normal_
-from kforge_model.norm import RMSNorm
-from kforge_model.rope import Rotary
+from kforge_model.linear import StackedLinear
+from kforge_model.mtp import NextToken, later_labels, later_tokens
+from kforge_model.norm import build_norm
+from kforge_model.registry import MODELS
+from kforge_model.rope import Rotary, rope_frequencies
 from kforge_model.rows import Rows
 
+TRUNCATED_AT = 3.0
+"""Standard deviations beyond which init = "truncated_normal" has no value."""
 
+
+@MODELS.register("transformer")
 class Transformer(nn.Module):
-    """A Llama-style decoder.
+    """A decoder as `ModelConfig` describes it.
 
     Submodules: ``embed``, ``layers`` (a ModuleDict keyed by the global index of a block, "0" onwards), ``norm``,
-    ``head``. A stage lacks some of them and keeps the names of the rest.
+    ``head``, and ``mtp`` where further tokens are predicted. A stage lacks some of them and keeps the names of the
+    rest.
 
     Built inside ``with torch.device("meta")`` it holds no storage: shard it, call ``to_empty(device=...)``, then
     ``init_weights(seed)``. Built on a real device it is initialised with seed 0 at once, so that no parameter is ever
     undefined. The default generators are not touched.
     """
 
-    plan: ClassVar[dict[str, str]] = {
-        "embed": "vocab_embedding",
-        "layers.*.attn_norm": "sequence",
-        "layers.*.attn": "gather",
-        "layers.*.attn.wq": "colwise",
-        "layers.*.attn.wk": "colwise_kv",
-        "layers.*.attn.wv": "colwise_kv",
-        "layers.*.attn.wo": "rowwise",
-        "layers.*.mlp_norm": "sequence",
-        "layers.*.mlp": "gather",
-        "layers.*.mlp.w_gate": "colwise",
-        "layers.*.mlp.w_up": "colwise",
-        "layers.*.mlp.w_down": "rowwise",
-        "norm": "sequence",
-        "head": "vocab_loss",
-    }
-    """How tensor parallelism may split it: module name, ``*`` for a block's index, -> word. What an option adds is in
-    the plan of the object."""
+    plan: Mapping[str, str] = {"embed": "vocab_embedding", "norm": "sequence", "head": "vocab_loss"}
+    """How tensor parallelism may split it: module or parameter name, ``*`` for a block's index, -> word. Of an object:
+    with the plans of all its parts."""
+
+    init: ClassVar[Mapping[str, str]] = {"embed.weight": "embedding", "head.weight": "embedding"}
+    """Parameter name -> a word of `init_weights`. Each part has such a table for its own parameters."""
 
     block_list: ClassVar[str] = "layers"
     """Name of the container of the blocks."""
@@ -62,16 +59,23 @@ class Transformer(nn.Module):
         indices = list(range(config.n_layers) if layers is None else layers)
         if sorted(set(indices)) != indices or not set(indices) <= set(range(config.n_layers)):
             raise ValueError(f"layers = {indices} must rise within 0 .. {config.n_layers - 1}")
+        if config.mtp_depth and not (first and last):
+            raise ValueError(
+                f"model.mtp_depth = {config.mtp_depth} wants embedding and head in one place: the further tokens are "
+                "embedded at the end of the model. Keep it in one stage, or set mtp_depth to 0"
+            )
         self.config = config
-        if config.qk_norm:
-            heads = {"layers.*.attn.q_norm": "replicate", "layers.*.attn.k_norm": "replicate"}
-            vars(self)["plan"] = {**type(self).plan, **heads}
+        self._frequencies: dict[tuple[int | None, torch.device], tuple[Tensor, float]] = {}
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.embed = nn.Embedding(config.vocab_size, config.dim) if first else None
-            self.layers = nn.ModuleDict({str(index): Block(config) for index in indices})
-            self.norm = RMSNorm(config.dim, config.norm_eps) if last else None
-            self.head = HeadLoss(config.dim, config.vocab_size, config.loss_chunk_tokens) if last else None
+            self.embed = nn.Embedding(config.vocab_rows, config.dim) if first else None
+            self.layers = nn.ModuleDict({str(index): Block(config, index) for index in indices})
+            self.norm = build_norm(config, config.dim) if last else None
+            self.head = _head(config) if last else None
+            self.mtp = nn.ModuleDict(
+                {str(k): NextToken(config, config.n_layers + k) for k in range(config.mtp_depth if last else 0)}
+            )
+        self.plan = _whole_plan(self)
         self.tie()
         self.register_state_dict_post_hook(_drop_tied_head)
         self.register_load_state_dict_pre_hook(_restore_tied_head)
@@ -89,6 +93,18 @@ class Transformer(nn.Module):
         """Its sizes, as plain data (`model_shape`)."""
         return model_shape(self.config)
 
+    @property
+    def fused_weights(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Weights that hold several matrices: parameter name -> (dimension, sizes along it). The parameter is split so,
+        and each part, all its dimensions but the last flattened, is one matrix [out, in]."""
+        found = {}
+        for name, module in self.named_modules():
+            if isinstance(module, StackedLinear):
+                parts = module.weight.shape[-3]
+                attention = module.weight.ndim == 4
+                found[f"{name}.weight"] = (1, (parts - 2, 1, 1)) if attention else (0, (1,) * parts)
+        return found
+
     def tie(self) -> None:
         """Make the head's weight the embedding's, where they are to be one. Changes nothing when they are."""
         if self.tied:
@@ -104,9 +120,10 @@ class Transformer(nn.Module):
     def fsdp_units(self) -> list[list[str]]:
         """Groups of submodules that make one FSDP unit each, beside the blocks. Both ends of a tie are in one."""
         ends = [name for name in ("norm", "head") if getattr(self, name) is not None]
+        further = [[f"mtp.{k}"] for k in self.mtp]
         if self.tied:
-            return [["embed", *ends]]
-        return [unit for unit in ([] if self.embed is None else ["embed"], ends) if unit]
+            return [*further, ["embed", *ends]]
+        return [unit for unit in ([] if self.embed is None else ["embed"], *further, ends) if unit]
 
     def stage(self, first: bool, layers: Iterable[int], last: bool) -> Transformer:
         """One pipeline stage: the same class, sharing this model's submodules, under the same global names.
@@ -125,31 +142,39 @@ class Transformer(nn.Module):
             if key not in self.layers:
                 raise ValueError(f"layer {key} is not in this stage, which has {list(self.layers)}")
             part.layers[key] = self.layers[key]
+        for key in part.mtp:
+            part.mtp[key] = self.mtp[key]
         if self.tied and not part.tied and part.head is not None and part.embed is None:
-            part.head = HeadLoss(self.config.dim, self.config.vocab_size, self.config.loss_chunk_tokens)
+            part.head = _head(self.config)
             part.head.weight = nn.Parameter(self.head.weight.detach().clone())  # type: ignore[union-attr]
         return part
+
+    # ---------------------------------------------------------------------------------------- initial values
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
         """Fill every parameter in place, plain tensors and DTensor shards alike, as a function of (seed, its name).
 
-        Norms are 1; the embedding and all matrices normal with ``init_std``, but wo and w_down with
-        ``init_std / sqrt(2 n_layers)``, so that the residual stream's variance does not grow with depth (GPT-2). Ties
-        the head to the embedding first. Raises ValueError on meta, and for a parameter or buffer it does not know:
-        nothing is left as it lay in memory.
+        Each part says by a word how its parameters start: ``ones``, ``zeros``, or normal around 0 (cut off at three
+        deviations under init = "truncated_normal") with a deviation of
+
+            embedding   init_std
+            matrix      init_std · m
+            residual    init_std · m / sqrt(2 n_layers): the residual stream's variance does not grow with depth (GPT-2)
+
+        where m is 1, or sqrt(mup_base_dim / dim). Ties the head to the embedding first. Raises ValueError on meta, and
+        for a parameter or buffer that no part speaks of: nothing is left as it lay in memory.
         """
         self.tie()
         unknown = [name for name, _ in self.named_buffers()]
-        for name, parameter in self.named_parameters():
-            if self._std_of(name) is None:
-                unknown.append(name)
-            else:
-                self.init_value_(name, parameter, seed)
+        unknown += [name for name, _ in self.named_parameters() if self._rule_of(name) is None]
         if unknown:
             raise ValueError(
-                f"no rule says how to initialise {', '.join(unknown)}; add one to Transformer.init_weights"
+                f"nothing says how {', '.join(unknown)} should start; give the module that owns it an attribute "
+                "init = {'weight': 'matrix', …} with a word of Transformer.init_weights"
             )
+        for name, parameter in self.named_parameters():
+            self.init_value_(name, parameter, seed)
 
     @torch.no_grad()
     def init_value_(self, name: str, tensor: Tensor, seed: int = 0) -> Tensor:
@@ -157,26 +182,39 @@ class Transformer(nn.Module):
         fills the parameter; returns it. For storage that holds more of a weight than its parameter does."""
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device; call to_empty(device=...) first")
-        std = self._std_of(name)
-        if std is None:
-            raise ValueError(f"no rule says how to initialise {name}; add one to Transformer.init_weights")
-        if std == 0:
-            return fill_(tensor, 1.0)
-        return init_normal_(tensor, seed, self._init_name(name), std)
+        rule = self._rule_of(name)
+        if rule not in ("ones", "zeros", "embedding", "matrix", "residual"):
+            raise ValueError(f"{name} is to start as {rule!r}; known are ones, zeros, embedding, matrix, residual")
+        if rule in ("ones", "zeros"):
+            return fill_(tensor, float(rule == "ones"))
+        config = self.config
+        std = config.init_std
+        if rule != "embedding" and config.mup_base_dim is not None:
+            std *= math.sqrt(config.mup_base_dim / config.dim)
+        if rule == "residual":
+            std /= math.sqrt(2 * config.n_layers)
+        # A tied head's numbers are drawn under the embedding's name, on every stage.
+        drawn_as = "embed.weight" if config.tie_embeddings and name == "head.weight" else name
+        return init_normal_(tensor, seed, drawn_as, std, TRUNCATED_AT if config.init == "truncated_normal" else None)
 
-    def _std_of(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; 0 for a norm, which is all 1; None: there is no rule."""
-        owner = name.split(".")[-2]
-        std = self.config.init_std
-        if owner in ("attn_norm", "q_norm", "k_norm", "mlp_norm", "norm"):
-            return 0.0
-        if owner in ("wo", "w_down"):
-            return std / math.sqrt(2 * self.config.n_layers)
-        return std if owner in ("embed", "head", "wq", "wk", "wv", "w_gate", "w_up") else None
+    def _rule_of(self, name: str) -> str | None:
+        """How a parameter starts, by the table of the part that it is in; None: no table speaks of it."""
+        module: nn.Module = self
+        rule, parts = None, name.split(".")
+        for depth in range(len(parts)):
+            rule = (getattr(module, "init", None) or {}).get(".".join(parts[depth:]), rule)
+            module = getattr(module, parts[depth])
+        return rule
 
-    def _init_name(self, name: str) -> str:
-        """Under which name a parameter's numbers are drawn: a tied head's under the embedding's, on every stage."""
-        return "embed.weight" if self.config.tie_embeddings and name == "head.weight" else name
+    def lr_scales(self) -> dict[str, float]:
+        """Parameter name -> factor on Adam's learning rate under μP (Yang et al. 2022, arXiv:2203.03466, table 8):
+        mup_base_dim / dim for hidden matrices, 1 for the rest; all 1 where mup_base_dim is not set."""
+        base = self.config.mup_base_dim
+        factor = 1.0 if base is None else base / self.config.dim
+        hidden = ("matrix", "residual")
+        return {name: factor if self._rule_of(name) in hidden else 1.0 for name, _ in self.named_parameters()}
+
+    # ---------------------------------------------------------------------------------------- forward
 
     def forward(
         self,
@@ -190,7 +228,9 @@ class Transformer(nn.Module):
 
         rows: positions and documents (``Rows`` or any object with its attributes); None: plain rows.
         labels [B,S] int64, already shifted, -100 where not scored, with scale: returns (Σ scale * nll, nll [B,S]), as
-        ``linear_cross_entropy`` does. Without labels: logits [B,S,V]. A stage that is not the last returns [B,S,D].
+        ``linear_cross_entropy`` does; in training mode the first has the loss of further tokens (mtp_depth) added,
+        while nll stays that of the next one. Without labels: logits [B,S,V]. A stage that is not the last returns
+        [B,S,D].
         cache: x follows the tokens in it, which are plain rows, and only the last token's logits [B,1,V] come back.
 
         Computes in the dtype of the weights; norms, rotations and log-sum-exp in float32 or wider. Never waits for
@@ -200,30 +240,139 @@ class Transformer(nn.Module):
         before = 0 if cache is None else cache.length
         if before + seq > self.config.max_seq_len:
             raise ValueError(f"{before + seq} tokens exceed max_seq_len = {self.config.max_seq_len}")
-        if rows is None:
-            rows = Rows.plain(batch, seq, x.device, first_position=before)
-        elif cache is not None:
+        if rows is not None and cache is not None:
             raise ValueError("rows and cache exclude one another: cached rows are plain, their positions follow")
-        if tuple(rows.position_ids.shape) != (batch, seq):
+        if rows is None and cache is None:
+            rows = Rows.plain(batch, seq, x.device)
+        if rows is not None and tuple(rows.position_ids.shape) != (batch, seq):
             raise ValueError(f"rows of {tuple(rows.position_ids.shape)} tokens do not fit an input of {(batch, seq)}")
+        further = self.config.mtp_depth if labels is not None and self.training else 0
 
-        h = x if self.embed is None else self.embed(x)
-        rotary = Rotary.at(rows.position_ids, self.config.head_size, self.config.rope_theta, h.dtype)
-        rows = self._prepared(rows, h.dtype)
-        for name, block in self.layers.items():
-            h = block(h, rotary, rows, None if cache is None else cache.layer(name))
+        embedded: list[Tensor] = []
+        h = x
+        if self.embed is not None:
+            # All look-ups at once: under FSDP and tensor parallelism the embedding's weight and results travel once.
+            h = self.embed(later_tokens(x, further) if further else x)
+            if self.config.embed_scale != 1:
+                h = h * self.config.embed_scale
+            if further:
+                h, *embedded = h.chunk(1 + further)
+        if cache is not None:
+            rows = cache.begin(batch, seq, x.device, h.dtype)
+        assert rows is not None
+        rotary = {window: self._rotary(rows, window, h.dtype) for window in self._windows()}
+        if cache is None:
+            rows = self._prepared(rows, h.dtype)
+        for name, block in cast(Iterable[tuple[str, Block]], self.layers.items()):
+            kept = None if cache is None else cache.layer(name)
+            h = block(h, rotary[block.attn.window], rows, kept)
         if self.head is None or self.norm is None:
             return h
-        if cache is not None:
-            h = h[:, -1:]
-        return self.head(self.norm(h), labels, scale)
+        if not further:
+            return self.head(self.norm(h if cache is None else h[:, -1:]), labels, scale)
+        return self._further_loss(h, embedded, rotary, rows, labels, scale)
+
+    def _further_loss(
+        self,
+        h: Tensor,
+        embedded: Iterable[Tensor],
+        rotary: Mapping[int | None, Rotary],
+        rows: Rows,
+        labels: Tensor | None,
+        scale: Tensor | float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of the next token and, weighted, of those after it; all through the head at once."""
+        assert self.norm is not None and self.head is not None and labels is not None
+        if scale is None:
+            raise ValueError("labels need a scale: 1 / scored tokens of the whole global batch")
+        states, depth = [self.norm(h)], self.config.mtp_depth
+        for module, later in zip(cast(Iterable[NextToken], self.mtp.values()), embedded, strict=True):
+            h, state = module(h, later, rotary[module.block.attn.window], rows)
+            states.append(state)
+        wide = torch.promote_types(h.dtype, torch.float32)
+        weights = torch.ones((1 + depth) * labels.shape[0], 1, dtype=wide, device=labels.device)
+        weights[labels.shape[0] :] = self.config.mtp_weight / depth
+        every = later_labels(labels, rows, depth)
+        loss, nll = self.head(torch.cat(states), every, (weights * scale).expand(every.shape))
+        return loss, nll[: labels.shape[0]]
+
+    def _blocks(self) -> Iterator[Block]:
+        yield from cast(Iterator[Block], self.layers.values())
+        for module in self.mtp.values():
+            yield cast(NextToken, module).block
+
+    def _windows(self) -> dict[int | None, Block]:
+        """Each window that a block has (None: it sees all), with one of those blocks."""
+        return {block.attn.window: block for block in self._blocks()}
+
+    def _rotary(self, rows: Rows, window: int | None, dtype: torch.dtype) -> Rotary:
+        """The rotations of the blocks with that window. Frequencies are kept where they were needed once: no copy to
+        the device in a steady step."""
+        key = (window, rows.position_ids.device)
+        if key not in self._frequencies:
+            frequency, factor = rope_frequencies(self.config, window)
+            self._frequencies[key] = (frequency.to(rows.position_ids.device), factor)
+        frequency, factor = self._frequencies[key]
+        return Rotary.at(rows.position_ids, frequency, dtype, factor)
 
     def _prepared(self, rows: Rows, dtype: torch.dtype) -> Rows:
-        """The rows with what the core would otherwise make anew in every layer. All blocks have one kind of core."""
-        for block in self.layers.values():
-            prepare = getattr(cast(Block, block).attn.core, "prepare", None)
-            return rows if prepare is None else cast(Rows, prepare(rows, dtype))
+        """The rows with what the cores would otherwise make anew in every layer."""
+        for block in self._windows().values():
+            prepare = getattr(block.attn.core, "prepare", None)
+            if prepare is not None:
+                rows = cast(Rows, prepare(rows, dtype))
         return rows
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The model that ``config.kind`` names: `Transformer`, or one that a package adds (entry point `kforge.models`).
+
+    Raises ValueError for an unknown kind, and for `config.options` that no part takes; a part that is not kforge's own
+    says which it takes by an attribute ``options``, names or a mapping from names to defaults.
+    """
+    from kforge_model.core import ATTENTION_CORES
+    from kforge_model.head_loss import LOSSES
+    from kforge_model.mlp import MLPS
+    from kforge_model.norm import NORMS
+
+    parts = [MODELS.get(config.kind)]
+    if config.kind == "transformer":
+        parts += [NORMS.get(config.norm), MLPS.get(config.mlp), LOSSES.get(config.loss)]
+        parts += [ATTENTION_CORES.get(config.attention_core)]
+    known = sorted({name for part in parts for name in getattr(part, "options", ())})
+    if unknown := sorted(set(config.options) - set(known)):
+        raise ValueError(
+            f"model.options has {', '.join(unknown)}, which no part of this model takes; "
+            f"{'it takes ' + ', '.join(known) if known else 'its parts take no options'}"
+        )
+    model: nn.Module = parts[0](config)
+    return model
+
+
+def _head(config: ModelConfig) -> HeadLoss:
+    return HeadLoss(
+        config.dim,
+        config.vocab_size,
+        config.loss_chunk_tokens,
+        rows=config.vocab_rows,
+        loss=config.loss,
+        softcap=config.logit_softcap,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+        logit_scale=1.0 if config.mup_base_dim is None else config.mup_base_dim / config.dim,
+        options=config.options,
+    )
+
+
+def _whole_plan(model: nn.Module) -> dict[str, str]:
+    """The plans of a model and all its parts, under names from the root; ``*`` stands for the index of a block."""
+    whole: dict[str, str] = {}
+    for owner, module in model.named_modules():
+        for leaf, word in (getattr(module, "plan", None) or {}).items():
+            name = re.sub(r"^(layers|mtp)\.\d+", r"\1.*", f"{owner}.{leaf}".strip("."))
+            if whole.setdefault(name, word) != word:
+                raise ValueError(f"the plans of two blocks give {name} two words, {whole[name]} and {word}")
+    return whole
 
 
 def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
