@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from optim_models import Norm, tiny
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from kforge_optim import Group, OptimConfig, Optimizer, build_groups, build_optimizer, groups_table
 from kforge_testing import run_ranks
@@ -158,3 +161,85 @@ def test_owned_twice_and_nothing_to_train_are_refused() -> None:
         Optimizer([one, one], {}, lambda step: 1.0)
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimConfig(), 10)
+
+
+class Attention(nn.Module):
+    """Declares by names of its own how its weight is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused_weights: Any = {"wqkv.weight": (1, [2, 1, 1])}
+        self.wqkv = nn.Module()
+        self.wqkv.weight = nn.Parameter(torch.ones(2, 4, 3, 6))
+        self.wqkv.bias = nn.Parameter(torch.ones(2, 4, 3))
+
+
+class Model(nn.Module):
+    """Declares the weights of its layers, one of which does so itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": nn.ModuleDict({"attn": Attention(), "gate_up": nn.Linear(6, 8)})})
+        self.down = nn.Linear(4, 6, bias=False)
+
+    @property
+    def fused_weights(self) -> dict[str, Any]:
+        return {"layers.0.gate_up.weight": (0, (4, 4)), "layers.0.attn.wqkv.weight": (1, (2, 1, 1))}
+
+
+def cuts(model: nn.Module) -> list[dict[str, Any]]:
+    groups = build_groups(model, OptimConfig(name="muon"), matrices_only=True)
+    assert names(groups)["norms_and_biases"] == ["layers.0.attn.wqkv.bias", "layers.0.gate_up.bias"]
+    return [dict(group.fused_weights) for group in groups]
+
+
+CUTS = [{"layers.0.gate_up.weight": (0, (4, 4)), "layers.0.attn.wqkv.weight": (1, (2, 1, 1))}, {}]
+
+
+def test_fused_weights_are_what_modules_declare() -> None:
+    assert cuts(Model()) == CUTS
+    wrapped = Model()
+    wrapped.layers["0"]["attn"] = Recomputed(wrapped.layers["0"]["attn"])
+    wrapped.layers["0"] = torch.compile(wrapped.layers["0"], backend="eager")
+    assert cuts(torch.compile(wrapped, backend="eager")) == CUTS
+
+
+def _distributed_cuts(rank: int, world: int) -> list[Any]:
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    return [cuts(DistributedDataParallel(Model())), cuts(model)]
+
+
+def test_fused_weights_under_fsdp_and_ddp() -> None:
+    assert run_ranks(_distributed_cuts, 1) == [[CUTS, CUTS]]
+
+
+def test_fused_weights_of_a_tied_or_frozen_parameter() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(4, 6), "other": nn.Linear(4, 6), "third": nn.Linear(4, 6)})
+    model["other"].weight = model["one"].weight
+    model["third"].requires_grad_(False)
+    model.fused_weights = {"other.weight": (0, (3, 3)), "third.weight": (0, (2, 4))}
+    assert build_groups(model, OptimConfig())[0].fused_weights == {"one.weight": (0, (3, 3))}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"wkv.weight": (1, (2, 1, 1))}, r"'layers\.0\.attn\.wkv\.weight': \(1, \(2, 1, 1\)\), but no parameter"),
+        (
+            {"wqkv.weight": (1, (2, 1))},
+            r"'layers\.0\.attn\.wqkv\.weight': \(1, \(2, 1\)\), but its shape is \(2, 4, 3, 6\)",
+        ),
+        ({"wqkv.weight": (1, (4, 0))}, r"wqkv\.weight': \(1, \(4, 0\)\), but its shape"),
+        ({"wqkv.weight": (1, ())}, r"wqkv\.weight': \(1, \(\)\), but its shape"),
+        ({"wqkv.weight": (4, (4,))}, r"wqkv\.weight': \(4, \(4,\)\), but its shape"),
+        ({"wqkv.weight": (-3, (4,))}, r"wqkv\.weight': \(-3, \(4,\)\), but its shape"),
+        ({"wqkv.weight": (1, (1, 3))}, r"wqkv\.weight': \(1, \(1, 3\)\), and elsewhere another cut"),
+    ],
+)
+def test_fused_weights_that_do_not_fit_are_refused(name: str, entry: Any, message: str) -> None:
+    model = Model()
+    model.layers["0"]["attn"].fused_weights = entry
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(model, OptimConfig(name=name), 10)

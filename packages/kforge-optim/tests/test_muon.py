@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from kforge_optim import Muon, OptimConfig, Slot, build_optimizer, newton_schulz
+from kforge_optim import Muon, OptimConfig, Optimizer, Slot, build_optimizer, newton_schulz
 from kforge_testing import run_ranks
 
 SHAPES = [(10, 6), (6, 10), (7, 7), (10, 6), (1, 5), (5, 1), (6, 10)]
@@ -238,3 +239,233 @@ def test_five_matrices_of_one_shape_take_one_gather_and_nothing_else() -> None:
     for counts in run_ranks(_collectives, 2):
         assert list(counts.values()) == [1]
         assert "all_gather" in next(iter(counts))
+
+
+# Weights that hold several matrices
+
+
+class Several(nn.Module):
+    """Query, key and value of 4 groups of 2 query heads; gate and up; 3 experts; query and key one under the other; two
+    matrices side by side; one matrix by heads; a plain one."""
+
+    fused_weights: ClassVar = {
+        "wqkv": (1, (2, 1, 1)),
+        "w_gate_up": (0, (1, 1)),
+        "wqk": (0, (12, 4)),
+        "beside": (1, (5, 3)),
+        "by_head": (0, (4,)),
+    }
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        shapes = {
+            "wqkv": (4, 4, 4, 8),
+            "w_gate_up": (2, 12, 8),
+            "experts": (3, 8, 4),
+            "wqk": (16, 8),
+            "beside": (4, 8),
+            "by_head": (4, 4, 8),
+            "plain": (12, 8),
+        }
+        for name, shape in shapes.items():
+            value = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, share: float, step: int) -> Tensor:
+        """Half the squared distance to a target of the step, times ``share``; over all ranks shares add up to 1."""
+        total = torch.zeros((), dtype=torch.float64)
+        for i, weight in enumerate(self.parameters()):
+            loss = ((weight - math.cos(i + step)) ** 2 * (i + 1)).sum() * (share / 2)
+            total = total + (loss.full_tensor() if isinstance(loss, DTensor) else loss)
+        return total
+
+
+def matrices_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices in the weights of `Several`, written out one by one."""
+    qkv, gate_up, experts = tensors["wqkv"], tensors["w_gate_up"], tensors["experts"]
+    return {
+        "q": qkv[:, :2].reshape(32, 8),
+        "k": qkv[:, 2].reshape(16, 8),
+        "v": qkv[:, 3].reshape(16, 8),
+        "gate": gate_up[0],
+        "up": gate_up[1],
+        **{f"expert {i}": experts[i] for i in range(3)},
+        "upper": tensors["wqk"][:12],
+        "lower": tensors["wqk"][12:],
+        "left": tensors["beside"][:, :5],
+        "right": tensors["beside"][:, 5:],
+        "heads": tensors["by_head"].reshape(16, 8),
+        "plain": tensors["plain"],
+    }
+
+
+SEVERAL = OptimConfig(name="muon", lr=0.02, schedule="none")
+
+
+def train_several(model: nn.Module, optimizer: Optimizer, steps: range, share: float = 1.0) -> None:
+    for step in steps:
+        model(share, step).backward()
+        optimizer.step(scale=torch.tensor(0.7, dtype=torch.float64), gate=torch.tensor(1.0))
+        optimizer.zero_grad()
+
+
+def flat_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Whole weights and momenta by name, copied."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, kinds in optimizer.state_dict()["state"].items():
+        assert list(kinds) == ["momentum_buffer"]
+        tensors[f"{name}:momentum"] = kinds["momentum_buffer"]
+    return {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in tensors.items()}
+
+
+def several_in_one_process(steps: int) -> dict[str, Tensor]:
+    model = Several()
+    optimizer = build_optimizer(model, SEVERAL, 10)
+    train_several(model, optimizer, range(steps))
+    return flat_state(model, optimizer)
+
+
+def test_each_matrix_of_a_weight_is_updated_as_if_alone() -> None:
+    model = Several()
+    optimizer = build_optimizer(model, SEVERAL, 10)
+    apart = nn.ParameterDict({n: m.detach().clone() for n, m in matrices_of(dict(model.named_parameters())).items()})
+    reference = build_optimizer(apart, SEVERAL, 10)
+    assert [(group.name, group.algorithm) for group in optimizer.groups] == [("matrices", "muon")]
+    for step in range(4):
+        model(1.0, step).backward()
+        for name, grad in matrices_of({n: p.grad for n, p in model.named_parameters()}).items():
+            apart[name].grad = grad.clone()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    moved = matrices_of({name: parameter.detach() for name, parameter in model.named_parameters()})
+    momenta = matrices_of({name: kinds["momentum_buffer"] for name, kinds in optimizer.state_dict()["state"].items()})
+    for name, matrix in apart.items():
+        torch.testing.assert_close(moved[name], matrix.detach(), rtol=0, atol=1e-12, msg=name)
+        expected = reference.state_dict()["state"][name]["momentum_buffer"]
+        torch.testing.assert_close(momenta[name], expected, rtol=0, atol=1e-12, msg=name)
+
+
+def test_parts_of_one_shape_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kforge_optim.muon as module
+
+    seen: list[tuple[int, ...]] = []
+
+    def spy(matrices: Tensor, **options: Any) -> Tensor:
+        seen.append(tuple(matrices.shape))
+        return newton_schulz(matrices, **options)
+
+    monkeypatch.setattr(module, "newton_schulz", spy)
+    muon = Muon()
+    of = [Slot(f"p{i}", nn.Parameter(torch.ones(2, 4, 3, 5)), fused=(1, (2, 1, 1))) for i in range(3)]
+    of += [Slot(f"experts {i}", nn.Parameter(torch.ones(2, 4, 3, 5))) for i in range(2)]
+    for slot in of:
+        slot.state = muon.init_state(slot.parameter)
+        slot.parameter.grad = torch.ones(2, 4, 3, 5)
+    update(muon, of)
+    assert seen == [(3, 12, 5), (6, 6, 5), (16, 3, 5)]
+
+
+def test_fused_gate_0_and_split_storage() -> None:
+    model, halves = Several(torch.float32), Several(torch.bfloat16)
+    fp32, split = build_optimizer(model, SEVERAL, 10), build_optimizer(halves, SEVERAL, 10, storage="split")
+    split.load_full_weights(model.named_parameters())
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(model.parameters(), halves.parameters(), strict=True):
+            other.grad = torch.randn(one.shape, generator=generator).to(torch.bfloat16)
+            if step == 2:
+                other.grad.view(-1)[1] = math.nan
+            one.grad = other.grad.to(torch.float32)
+        before = flat_state(model, fp32)
+        gate = torch.tensor(float(step != 2))
+        fp32.step(gate=gate)
+        split.step(gate=gate)
+        after = flat_state(model, fp32)
+        assert all(torch.equal(after[name], before[name]) == (step == 2) for name in before)
+        for name, weight in model.named_parameters():
+            assert torch.equal(split.full_weight(name), weight), name
+
+
+Layout = tuple[int, int, int, int, int]  # dp_replicate, dp_shard, tp, and the dimensions that dp_shard and tp cut
+
+
+def laid_out(layout: Layout) -> tuple[nn.Module, Optimizer, float]:
+    replicate, shard, tp, shard_dim, tp_dim = layout
+    mesh = init_device_mesh("cpu", (replicate, shard, tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    model = Several()
+    if tp > 1:
+        for name, weight in list(model.named_parameters()):
+            placement = Shard(min(tp_dim, weight.ndim - 1))
+            setattr(model, name, nn.Parameter(distribute_tensor(weight.detach(), mesh["tp"], [placement])))
+    if replicate * shard > 1:
+        fully_shard(
+            model,
+            mesh=mesh["dp_replicate", "dp_shard"] if replicate > 1 else mesh["dp_shard"],
+            shard_placement_fn=lambda parameter: Shard(min(shard_dim, parameter.ndim - 1)),
+        )
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    return model, build_optimizer(model, SEVERAL, 10), 1 / (replicate * shard)
+
+
+def _several_laid_out(rank: int, world: int, layouts: list[Layout]) -> list[dict[str, Tensor]]:
+    """Two steps in each layout, a third in the next one, from the first one's weights and state."""
+    results = []
+    for layout, following in zip(layouts, layouts[1:] + layouts[:1], strict=True):
+        model, optimizer, share = laid_out(layout)
+        train_several(model, optimizer, range(2), share)
+        for name, parameter in model.named_parameters():
+            assert optimizer.state_dict()["state"][name]["momentum_buffer"].placements == parameter.placements
+        resumed, other, share = laid_out(following)
+        other.load_full_weights({name: parameter.detach() for name, parameter in model.named_parameters()})
+        other.load_state_dict(optimizer.state_dict())
+        train_several(resumed, other, range(2, 3), share)
+        results.append(flat_state(resumed, other))
+    return results
+
+
+LAYOUTS: list[list[Layout]] = [
+    [(1, 4, 1, dim, 0) for dim in range(4)] + [(2, 2, 1, dim, 0) for dim in range(4)] + [(1, 1, 4, 0, 2)],
+    [(1, 2, 2, dim, tp_dim) for dim in range(4) for tp_dim in (dim, (dim + 1) % 4)],
+]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=["one dimension", "two dimensions"])
+def test_law_1_several_matrices_under_any_sharding(layouts: list[Layout]) -> None:
+    expected = several_in_one_process(3)
+    for results in run_ranks(_several_laid_out, 4, layouts):
+        for layout, result in zip(layouts, results, strict=True):
+            assert result.keys() == expected.keys()
+            for name, tensor in expected.items():
+                difference = float((result[name] - tensor).abs().max())
+                assert difference <= 1e-10 * float(tensor.abs().max()), (layout, name, difference)
+
+
+def _several_gathers(rank: int, world: int) -> list[int]:
+    """Gathers of a step for three weights each of: fused; experts cut by expert, by row; by both, on two dimensions."""
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    counts = []
+    for mesh, placements, fused in (
+        (flat, [Shard(0)], (1, (2, 1, 1))),
+        (flat, [Shard(0)], None),
+        (flat, [Shard(2)], None),
+        (square, [Shard(0), Shard(2)], None),
+        (square, [Shard(0), Shard(1)], None),
+    ):
+        muon, of = Muon(), []
+        for i in range(3):
+            value = torch.randn(4, 4, 4, 6, generator=torch.Generator().manual_seed(i))
+            weight = nn.Parameter(distribute_tensor(value, mesh, placements))
+            weight.grad = distribute_tensor(value, mesh, placements)
+            of.append(Slot(f"p{i}", weight, muon.init_state(weight), fused=fused))
+        with CommDebugMode() as seen:
+            update(muon, of)
+        assert all("all_gather" in str(collective) for collective in seen.get_comm_counts())
+        counts.append(seen.get_total_counts())
+    return counts
+
+
+def test_one_gather_a_batch_and_none_for_whole_experts() -> None:
+    assert run_ranks(_several_gathers, 4) == [[1, 0, 1, 1, 0]] * 4
