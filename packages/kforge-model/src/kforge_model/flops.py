@@ -1,48 +1,79 @@
-"""What a model costs, counted from its sizes. Standard library only."""
+"""What a model costs, counted from its sizes. Standard library only.
+
+A part that a package adds can be anything, so what depends on one is None here: not a made-up number.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from kforge_model.config import ModelConfig
 
-
-def _block_matrices(config: ModelConfig) -> int:
-    """Elements of the matrices of one block: q and o, k and v, the three of SwiGLU."""
-    heads = 2 * config.n_heads + 2 * config.kv_heads
-    return config.dim * (heads * config.head_size + 3 * config.ffn_size)
-
-
-def _block_norms(config: ModelConfig) -> int:
-    """Elements of the norms of one block."""
-    return 2 * config.dim + (2 * config.head_size if config.qk_norm else 0)
+_NORMS = {"rmsnorm": 1, "layernorm": 2}
+"""Name of a norm -> its parameters a feature."""
+_MLPS = {"swiglu": 3, "geglu": 3, "geglu_tanh": 3, "gelu": 2, "gelu_tanh": 2, "relu": 2, "relu2": 2}
+"""Name of a feed-forward half -> its matrices."""
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the model; a tied weight counts once."""
+def num_parameters(config: ModelConfig, *, active: bool = False) -> int | None:
+    """Parameters of the model; a tied weight counts once. None: a norm, feed-forward half or model that a package adds.
+
+    active: those that one token meets. In a dense model, which is what there is so far, all of them.
+    """
+    block = _block_parameters(config)
+    if block is None:
+        return None
     tables = 1 if config.tie_embeddings else 2
-    blocks = config.n_layers * (_block_matrices(config) + _block_norms(config))
-    return tables * config.vocab_size * config.dim + blocks + config.dim
+    norm = _NORMS[config.norm] * config.dim
+    # A further predicted token: norms of hidden state and embedding, their projection, a block, the norm at its end.
+    further = config.mtp_depth * (3 * norm + 2 * config.dim**2 + block)
+    return tables * config.vocab_rows * config.dim + config.n_layers * block + norm + further
 
 
-def flops_per_token(config: ModelConfig, seq_len: float, causal: bool = True) -> float:
+def flops_per_token(config: ModelConfig, seq_len: float | Iterable[int], causal: bool = True) -> float | None:
     """Floating-point operations a token of training costs: matrix products only, forward and backward.
 
-    Forward: 2 for each element of a matrix that the token meets (the head counts, the embedding's look-up does not)
-    and 4 * H * Dh * seq_len a layer for scores and weighted sum. Backward twice that. What is computed again
-    (activation checkpointing, flash attention's backward) does not count.
+    Forward: 2 for each element of a matrix that the token meets, and 2 · H · (Dqk + Dv) a layer for each key that it
+    sees. Backward twice that. The head counts with the rows that tokens have, once for each token that is predicted
+    (`mtp_depth`); the embedding's look-up does not. What is computed again (activation checkpointing, flash attention's
+    backward) does not count, nor do elementwise operations.
 
-    causal: a token sees half of its row on average, so attention counts half. ``causal=False`` counts it in full:
-    the convention of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), which most published figures
-    follow. seq_len: tokens a row; for packed documents Σ length² / Σ length over the documents.
+    seq_len: tokens of a row, or the lengths of the documents that rows are packed of, each of which is attended to by
+    itself. A mean over documents, Σ length² / Σ length, gives the same as the lengths where no layer has a window.
+    causal: a token sees itself and what is before it, in windowed layers at most `window` tokens in all.
+    ``causal=False`` lets it see its whole row or document, in windowed layers `window` tokens: the convention of PaLM
+    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), which most published figures follow.
+
+    None: a feed-forward half or a model that a package adds. Raises ValueError for a length below 1.
     """
-    matrices = config.n_layers * _block_matrices(config) + config.vocab_size * config.dim
-    attention = config.n_layers * 4 * config.n_heads * config.head_size * seq_len * (0.5 if causal else 1.0)
-    return 3.0 * (2 * matrices + attention)
+    lengths = Counter(seq_len if isinstance(seq_len, Iterable) else (seq_len,))
+    del lengths[0]  # cu_seqlens are padded by repeating the last: documents of no tokens
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"seq_len = {seq_len} must be at least 1 token")
+    matrices = _block_matrices(config)
+    if matrices is None:
+        return None
+    blocks = config.n_layers + config.mtp_depth
+    heads = (1 + config.mtp_depth) * config.vocab_size * config.dim
+    met = blocks * matrices + config.mtp_depth * 2 * config.dim**2 + heads
+
+    tokens = sum(length * count for length, count in lengths.items())
+    seen = 0.0  # keys, by a token on average, in all layers together
+    for window, layers in Counter(config.window_of(layer) for layer in range(blocks)).items():
+        pairs = sum(count * length * _seen(length, window, causal) for length, count in lengths.items())
+        seen += layers * pairs / tokens
+    return 3.0 * (2 * met + 2 * config.n_heads * (config.head_size + config.value_size) * seen)
 
 
 def model_shape(config: ModelConfig) -> dict[str, int | bool]:
-    """The sizes that validators and estimates ask for, defaults resolved, as plain data."""
-    return {
-        "vocab_size": config.vocab_size,
+    """The sizes that validators and estimates ask for, defaults resolved, as plain data.
+
+    vocab_size are the rows of embedding and head, padding included, as those are what is cut. "parameters" and
+    "block_parameters" are absent where they cannot be counted (`num_parameters`).
+    """
+    shape: dict[str, int | bool] = {
+        "vocab_size": config.vocab_rows,
         "dim": config.dim,
         "n_layers": config.n_layers,
         "n_heads": config.n_heads,
@@ -51,6 +82,54 @@ def model_shape(config: ModelConfig) -> dict[str, int | bool]:
         "ffn_dim": config.ffn_size,
         "max_seq_len": config.max_seq_len,
         "tie_embeddings": config.tie_embeddings,
-        "parameters": num_parameters(config),
-        "block_parameters": _block_matrices(config) + _block_norms(config),
     }
+    parameters, block = num_parameters(config), _block_parameters(config)
+    if parameters is not None and block is not None:
+        shape |= {"parameters": parameters, "block_parameters": block}
+    return shape
+
+
+def _seen(length: float, window: int | None, causal: bool) -> float:
+    """Keys that a token of a document of ``length`` tokens sees, on average."""
+    most = length if window is None else min(length, window)
+    # The first `most` tokens see 1, 2, … of them, the others `most`.
+    return most - most * (most - 1) / (2 * length) if causal else most
+
+
+def _block_matrices(config: ModelConfig) -> int | None:
+    """Elements of the matrices of one block. None: they cannot be known."""
+    if config.kind != "transformer" or config.mlp not in _MLPS:
+        return None
+    return _attention_matrices(config) + _MLPS[config.mlp] * config.dim * config.ffn_size
+
+
+def _attention_matrices(config: ModelConfig) -> int:
+    dim, heads, width, value = config.dim, config.n_heads, config.head_size, config.value_size
+    output = heads * value * dim * (2 if config.attn_gate else 1)
+    if config.attention == "gqa":
+        return output + dim * (heads + 2 * config.kv_heads) * width
+    rank, query_rank = config.kv_lora_rank or 0, config.q_lora_rank
+    queries = dim * heads * width if query_rank is None else query_rank * (dim + heads * width)
+    latent = dim * (rank + config.rope_size) + rank * heads * (width - config.rope_size + value)
+    return output + queries + latent
+
+
+def _block_parameters(config: ModelConfig) -> int | None:
+    """Parameters of one block. None: they cannot be known."""
+    matrices = _block_matrices(config)
+    if matrices is None or config.norm not in _NORMS:
+        return None
+    heads, kv_heads, width = config.n_heads, config.kv_heads, config.head_size
+    normed = config.dim * (4 if config.norm_placement == "sandwich" else 2)
+    if config.attention == "mla":
+        normed += (config.kv_lora_rank or 0) + (config.q_lora_rank or 0)
+    normed += {"none": 0, "per_head": 2 * width, "across_heads": (heads + kv_heads) * width}[config.qk_norm]
+    biases = 0
+    if config.qkv_bias:
+        biases += (heads + 2 * kv_heads) * width
+    if config.out_bias:
+        biases += config.dim
+    if config.mlp_bias:
+        biases += (_MLPS[config.mlp] - 1) * config.ffn_size + config.dim
+    sinks = heads if config.sinks else 0
+    return matrices + _NORMS[config.norm] * normed + biases + sinks
