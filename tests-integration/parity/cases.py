@@ -37,8 +37,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tie_embeddings": True},
-    "qk-norm": {"qk_norm": True},
+    "qk-norm": {"qk_norm": "per_head"},
     "one-kv": {"n_kv_heads": 1, "loss_chunk_tokens": 7},
+    "post": {"norm_placement": "post", "qk_norm": "across_heads"},
+    "sandwich": {"norm": "layernorm", "norm_placement": "sandwich", "qk_norm": "across_heads", "n_kv_heads": 1},
+    "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "plain-mlp": {"mlp": "relu2", "mlp_bias": True, "init": "truncated_normal"},
+    "geglu": {"mlp": "geglu_tanh", "embed_scale": 4.0, "tie_embeddings": True},
+    "windows": {"window": 5, "window_pattern": "WF", "rope_theta_window": 100.0},
+    "soft-caps": {"attn_softcap": 1.5, "logit_softcap": 2.0, "attn_scale": 0.4},
+    "sinks": {"sinks": True, "attn_gate": True, "window": 6},
+    "latent": {"attention": "mla", "head_dim": 6, "rope_dim": 2, "kv_lora_rank": 8, "n_kv_heads": None},
+    "latent-q": {
+        "attention": "mla",
+        "head_dim": 6,
+        "rope_dim": 2,
+        "v_head_dim": 3,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 6,
+        "n_kv_heads": None,
+        "sinks": True,
+        "attn_gate": True,
+    },
+    "further": {"mtp_depth": 2, "mtp_weight": 0.5},
+    "padded": {"vocab_size": VOCAB + 2, "vocab_multiple": 24, "z_loss": 0.1, "label_smoothing": 0.1},
+    "all-logits": {"loss": "cross_entropy", "z_loss": 0.1, "label_smoothing": 0.1, "logit_softcap": 2.0},
+    "yarn": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_len": 8, "rope_dim": 2, "mup_base_dim": 8},
 }
 """Name -> fields of ModelConfig that differ from SHAPE."""
 
@@ -90,6 +114,9 @@ EXACT = tuple(name for name in VARIANTS if name.startswith(("packed", "plain")))
 HALF = ("packed", "packed-3-full", "plain-3", "plain-full")  # every pair of choices
 SOME = ("packed-3-full", "plain")
 
+OPTIONS = tuple(list(MODELS)[4:])
+"""What a model can be beside Llama's shape: each under shards, under tensor parallelism, and under both."""
+
 # Every class of layouts has one that goes through all pairs of choices or all choices; the others of a class differ
 # in size, or in what lies between the products. The longest come first, so that processes side by side end together.
 TABLE: list[tuple[str, str, tuple[str, ...]]] = [
@@ -103,6 +130,10 @@ TABLE: list[tuple[str, str, tuple[str, ...]]] = [
     ("rep2-shard2-tp2", "qk-norm", ("packed-3-full",)),
     *((layout, "qk-norm", SOME) for layout in ("shard2-tp2", "tp2", "tp2-whole")),
     *((layout, "one-kv", SOME) for layout in ("tp4", "shard2-tp2", "tp2", "tp2-whole")),
+    *((layout, model, ("packed-3-full",)) for model in OPTIONS for layout in ("shard2-tp2", "shard2")),
+    *((layout, model, ("plain",)) for model in OPTIONS for layout in ("tp2", "tp2-whole")),
+    *(("tp4", model, ("packed",)) for model in ("sandwich", "biases", "sinks", "post")),
+    *(("tp2", model, ("compiled",)) for model in ("latent-q", "windows", "sinks", "soft-caps")),
 ]
 """(layout, model, variants): each line is one start of processes, which run its variants one after the other."""
 

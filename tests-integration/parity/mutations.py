@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+import kforge_model.core
 import kforge_model.head_loss
 import kforge_model.init
+import kforge_model.norm
 import kforge_model.transformer
 import kforge_optim.adamw
 import kforge_optim.clip
@@ -236,15 +238,14 @@ def parts_exchanged():
 
 @mutation("an entry of the plan matches nothing", "tp2", kind="matches no module and no parameter")
 def plan_entry_without_match():
-    plan = kforge_model.transformer.Transformer.plan
-    kforge_model.transformer.Transformer.plan = {**plan, "layers.*.mlp.w_gate_up": "colwise"}
+    whole = kforge_model.transformer._whole_plan
+    kforge_model.transformer._whole_plan = lambda model: {**whole(model), "layers.*.mlp.w_gate": "colwise"}
 
 
 @mutation("the plan forgets a weight", "tp2", kind="the plan says nothing of")
 def plan_without_a_weight():
-    plan = dict(kforge_model.transformer.Transformer.plan)
-    del plan["norm"]
-    kforge_model.transformer.Transformer.plan = plan
+    whole = kforge_model.transformer._whole_plan
+    kforge_model.transformer._whole_plan = lambda model: {n: w for n, w in whole(model).items() if n != "norm"}
 
 
 # ---------------------------------------------------------------------------------------------------- optimizer
@@ -308,11 +309,55 @@ def joined_in_wrong_order():
 
 @mutation("a rank takes the wrong one of the shared key/value heads", "tp4")
 def wrong_kv_head():
-    def rows(self, weight):
-        size = weight.shape[0] // self.kv_heads
-        return weight.narrow(0, self.rank % self.kv_heads * size, size)
+    take_for_another_rank("own_group_rows", lambda split: (split.rank + 2) % split.size)
 
-    kforge_parallel.tensor._Split.own_head_rows = rows
+
+@mutation("a rank takes another's queries of a shared key/value head", "tp4")
+def wrong_queries_of_a_group():
+    take_for_another_rank("own_group_rows", lambda split: split.rank ^ 1)
+
+
+@mutation("a norm across all heads is that of a rank's own", "tp2", "post")
+def norm_across_own_heads_only():
+    kforge_parallel.tensor._Split.tell_group = lambda self, name, module, words: None
+
+
+@mutation("the gradient of a norm across all heads stays with each rank", "tp2", "post")
+def norm_across_heads_gradient_not_summed():
+    backward = staticmethod(lambda ctx, grad: (grad / ctx.group.size(), None))
+    kforge_model.norm._MeanOverRanks.backward = backward
+
+
+@mutation("sinks of the first heads on every rank", "tp2", "sinks", "plain")
+def sinks_of_the_first_heads():
+    core = kforge_model.core.AttentionCore
+    attend = core.forward
+    first = {}
+
+    def forward(self, q, k, v, rows, sinks=None):
+        if dist.get_rank() == 1:
+            sinks = first.setdefault(id(self), torch.zeros_like(sinks)) + sinks * 0
+        return attend(self, q, k, v, rows, sinks)
+
+    core.forward = forward
+
+
+@mutation("rows of padding take part in the softmax", "tp2", "padded", "plain")
+def padding_takes_probability():
+    loss = kforge_model.head_loss.HeadLoss.__init__
+
+    def init(self, dim, vocab_size, *args, rows=None, **kw):
+        loss(self, dim, rows or vocab_size, *args, rows=rows, **kw)
+
+    kforge_model.head_loss.HeadLoss.__init__ = init
+
+
+@mutation("further tokens are predicted across the ends of documents", "shard2", "further")
+def further_tokens_across_documents():
+    later = kforge_model.transformer.later_labels
+    kforge_model.transformer.later_labels = lambda labels, rows, depth: later(
+        labels, replace(rows, doc_ids=None, cu_seqlens=None), depth
+    )
 
 
 @mutation("gradients of shared key/value heads are not summed", "tp4")

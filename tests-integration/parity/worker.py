@@ -161,10 +161,20 @@ def reference_path(folder, model, variant):
     return Path(folder) / f"{model}-{variant.reference}.pt"
 
 
-def loss_sum(model, batch):
+def nll_sum(model, batch, label_smoothing=0.0, z_loss=0.0):
     """By torch's own cross-entropy, from whole logits."""
-    logits = model(batch["input_ids"], rows_of(batch))
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    logits = model(batch["input_ids"], rows_of(batch)).flatten(0, 1)
+    labels = batch["labels"].flatten()
+    z = logits.logsumexp(-1).square()[labels != -100].sum()
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing) + z_loss * z
+
+
+def loss_sum(model, batch):
+    """What is trained on: with further tokens, by the model's own sum (its tests hold that to a formula)."""
+    config = model.config
+    if config.mtp_depth:
+        return model(batch["input_ids"], rows_of(batch), batch["labels"], 1.0)[0]
+    return nll_sum(model, batch, config.label_smoothing, config.z_loss)
 
 
 def train_plain(model, variant, heldout):
@@ -196,7 +206,7 @@ def train_plain(model, variant, heldout):
             max_rows=EVALUATION_ROWS,
             isolate_documents=variant.packed,
         ):
-            total += loss_sum(plain, batch).item()
+            total += nll_sum(plain, batch).item()
             tokens += int((batch["labels"] != -100).sum())
     seen.evaluation = total / tokens
     return seen

@@ -35,10 +35,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = wide.square().mean(-1, keepdim=True)
-        if self.group is not None:
-            mean = _MeanOverRanks.apply(mean, self.group)
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight.to(wide.dtype)).to(x.dtype)
+        return (wide * torch.rsqrt(_mean(wide.square(), self.group) + self.eps) * self.weight.to(wide.dtype)).to(
+            x.dtype
+        )
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps:g}"
@@ -52,22 +51,31 @@ class LayerNorm(nn.Module):
     """
 
     init: ClassVar[dict[str, str]] = {"weight": "ones", "bias": "zeros"}
+    group: dist.ProcessGroup | None
+    """As of `RMSNorm`."""
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
+        self.group = None
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        centred = wide - wide.mean(-1, keepdim=True)
-        scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
+        centred = wide - _mean(wide, self.group)
+        scaled = centred * torch.rsqrt(_mean(centred.square(), self.group) + self.eps)
         return (scaled * self.weight.to(wide.dtype) + self.bias.to(wide.dtype)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps:g}"
+
+
+def _mean(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The mean over the last dimension, which may lie on several ranks in parts of one size."""
+    mean = x.mean(-1, keepdim=True)
+    return mean if group is None else _MeanOverRanks.apply(mean, group)
 
 
 class _MeanOverRanks(torch.autograd.Function):

@@ -8,6 +8,8 @@
     colwise          [out, …] cut along dim 0         its own features of the output, from the whole input
     colwise_kv       as colwise, or whole where       its own key/value heads; with fewer heads than ranks each
                      there are fewer heads than n     takes the rows of the one head that its queries need
+    colwise_qkv      [KV, R + 2, …] cut along dim 0,  as colwise_kv, for a weight that has the R queries, the key and
+                     or whole                         the value of each of KV heads in one
     packed_colwise   [parts, out, …] cut along dim 1  as colwise, for several matrices of one shape in one weight
     rowwise          [out, in] cut along dim 1        a part of the sum, which is then summed over ranks
     sequence         whole                            one part of the row (the whole row without sequence_parallel)
@@ -31,6 +33,7 @@ WORDS = (
     "gather",
     "colwise",
     "colwise_kv",
+    "colwise_qkv",
     "packed_colwise",
     "rowwise",
     "sequence",

@@ -31,7 +31,8 @@ from kforge_parallel.plan import resolve_plan
 
 SEQUENCE = -2
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-COLWISE = ("colwise", "colwise_kv", "packed_colwise")
+COLWISE = ("colwise", "colwise_kv", "colwise_qkv", "packed_colwise")
+BY_KV_HEAD = ("colwise_kv", "colwise_qkv")
 
 Local = Callable[[Tensor], Tensor]
 
@@ -112,10 +113,12 @@ class _Split:
     def placement(self, name: str, parameter: Tensor, word: str) -> Shard | Replicate:
         """How a parameter lies on the ranks. Raises ValueError where its size does not divide."""
         dim: int | None = None
-        if word in ("colwise", "vocab_embedding", "vocab_loss") or (word == "colwise_kv" and self.has_own_head(name)):
+        if word in ("colwise", "vocab_embedding", "vocab_loss") or (word in BY_KV_HEAD and self.has_own_head(name)):
             dim = 0
         elif word == "packed_colwise" or (word == "rowwise" and name.rpartition(".")[2] != "bias"):
             dim = 1
+        if word == "colwise_qkv":
+            self.check_groups(name, parameter)
         if dim is None:
             return Replicate()
         if parameter.ndim <= dim:
@@ -134,7 +137,7 @@ class _Split:
         """Whether each rank has key/value heads of its own; else several share one."""
         if self.kv_heads is None:
             raise ValueError(
-                f"the plan says colwise_kv for {name}, but the model does not say how many key/value heads it has; "
+                f"the plan cuts {name} by key/value heads, but the model does not say how many key/value heads it has; "
                 "give it an attribute `shape`, a dict with 'n_kv_heads'"
             )
         if self.kv_heads % self.size and self.size % self.kv_heads:
@@ -143,6 +146,21 @@ class _Split:
                 "evenly; use a tp that divides n_kv_heads or is a multiple of it"
             )
         return self.kv_heads % self.size == 0
+
+    def check_groups(self, name: str, parameter: Tensor) -> None:
+        """Raise ValueError when a weight is no [KV, R + 2, …] whose queries can be dealt out."""
+        shape = tuple(parameter.shape)
+        if len(shape) < 2 or shape[0] != self.kv_heads or shape[1] < 3:
+            raise ValueError(
+                f"{name} has shape {shape}, and colwise_qkv wants [{self.kv_heads}, queries + 2, …]: of each key/value "
+                "head its queries, its key, its value"
+            )
+        sharing = max(1, self.size // shape[0])
+        if (shape[1] - 2) % sharing:
+            raise ValueError(
+                f"{name} has {shape[1] - 2} query heads for each of {shape[0]} key/value heads, which the {sharing} "
+                f"ranks that share one under tp = {self.size} cannot have in equal numbers; use a smaller tp"
+            )
 
     def cut(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         """The parameter as a DTensor that holds this rank's part; nothing is sent."""
@@ -159,6 +177,14 @@ class _Split:
         assert self.kv_heads is not None
         rows = weight.shape[0] // self.kv_heads
         return weight.narrow(0, self.rank * self.kv_heads // self.size * rows, rows)
+
+    def own_group_rows(self, weight: Tensor) -> Tensor:
+        """Of a whole [KV, R + 2, …] weight, this rank's queries with the key and the value that they need:
+        [1, R' + 2, …]."""
+        sharing = self.size // weight.shape[0]
+        group = weight[self.rank // sharing]
+        queries = group[:-2].chunk(sharing)[self.rank % sharing]
+        return torch.cat((queries, group[-2:])).unsqueeze(0)
 
     # ------------------------------------------------------------------------------------------ activations
 
@@ -200,9 +226,23 @@ class _Split:
                         "attributes `group` and `vocab_start` to be told which"
                     )
                 vars(module).update(group=self.group, vocab_start=self.rank * rows)
+        if {*words.values()} <= {"colwise", "colwise_kv"}:
+            self.tell_group(name, module, words)
         bias = [leaf for leaf, word in words.items() if word == "rowwise" and leaf == "bias"]
         told = ", ".join(f"{leaf} {word}" for leaf, word in words.items())
         _replace_forward(module, local=local, before=enter, after=leave, bias=bias, told=f"{name} ({told})")
+
+    def tell_group(self, name: str, module: nn.Module, words: Mapping[str, str]) -> None:
+        """A module with an attribute ``group`` computes over features of all ranks, and is told which these are.
+        Raises ValueError for a norm of features that lie on several ranks and that cannot be told."""
+        if hasattr(module, "group"):
+            vars(module)["group"] = self.group
+        elif "weight" in words and module.get_parameter("weight").ndim == 1:
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has one weight a feature and its features are cut over "
+                f"tp = {self.size}: a norm would be that of a part. Give it an attribute `group`, over whose ranks it "
+                "averages, or call it 'replicate'"
+            )
 
     def local_part(self, word: str, *, gathered: bool) -> Local:
         """From a DTensor parameter to the plain tensor that this rank computes with.
@@ -214,9 +254,10 @@ class _Split:
             word == "replicate"
             or (word == "sequence" and (gathered or self.sequence_parallel))
             or (word == "rowwise" and self.sequence_parallel)
-            or (word == "colwise_kv" and not self.has_own_head(""))
+            or (word in BY_KV_HEAD and not self.has_own_head(""))
         )
-        group, head = self.group, word == "colwise_kv" and alone
+        group = self.group
+        own = {"colwise_kv": self.own_head_rows, "colwise_qkv": self.own_group_rows}.get(word)
 
         def local(parameter: Tensor) -> Tensor:
             assert isinstance(parameter, DTensor)
@@ -224,7 +265,7 @@ class _Split:
             if isinstance(parameter.placements[0], Shard):
                 return part
             part = summed(part, group) if alone else part
-            return self.own_head_rows(part) if head else part
+            return part if own is None else own(part)
 
         return local
 
