@@ -120,7 +120,8 @@ def test_config_prints_toml_that_is_the_same_job_with_origins(
     overrides = {"parallel.compile": False, "optim.betas": (0.9, 0.99)}
     assert load_config(tmp_path / "job.toml") == resolve_config("llama3-8b", overrides).config
     ends = {line.split(" = ")[0]: line.split("# ")[-1] for line in text.splitlines() if "  # " in line}
-    assert ends["dim"] == "preset llama3-8b" and ends["rope_theta"] == "preset llama3-1b"
+    assert ends["dim"] == "model preset llama3-8b" and ends["lr"] == "preset llama3-8b"
+    assert ends["row_tokens"] == "preset llama3-1b"
     assert ends["betas"] == "command line" and ends["norm_eps"] == "default"
 
 
@@ -138,6 +139,7 @@ def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--lr", "3"], "did you mean optim.lr?"),
         (["train", "tiny", "--model.dim", "wide"], "must be a whole number"),
         (["train", "tiny", "--model.dim", "65"], "model.dim = 65 is not a multiple of n_heads"),
+        (["train", "tiny", "--model.preset", "lama3-8b"], "no model preset 'lama3-8b'; did you mean llama3-8b"),
         (["train", "nowhere.toml"], "neither a file nor a preset"),
         (["train", "--train.steps"], "--train.steps needs a value"),
         (["generate", "/nowhere"], "is no run"),

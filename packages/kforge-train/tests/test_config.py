@@ -26,6 +26,21 @@ OTHER: dict[str, Any] = {
     "model.head_dim": 32,
     "model.n_heads": 8,
     "model.ffn_dim": 192,
+    "model.options": {"slope": 0.5},
+    "model.attention": "mla",
+    "model.v_head_dim": 16,
+    "model.kv_lora_rank": 48,
+    "model.q_lora_rank": 40,
+    "model.attn_scale": 0.1,
+    "model.window": 64,
+    "model.window_pattern": "WWF",
+    "model.rope_dim": 32,
+    "model.rope_theta_window": 1000.0,
+    "model.rope_scaling": "linear",
+    "model.rope_factor": 8.0,
+    "model.rope_original_len": 1024,
+    "model.rope_attn_factor": 1.5,
+    "model.mup_base_dim": 64,
     "parallel.dp_shard": 2,
     "data.microbatch_rows": 4,
     "optim.name": "muon",
@@ -36,7 +51,19 @@ OTHER: dict[str, Any] = {
     "optim.decay_steps": 7,
     "resilience.stop_signals": ["SIGTERM"],
 }
-WITH = {"optim.adamw_lr": {"optim.name": "muon"}}
+LATENT = {"model.attention": "mla", "model.kv_lora_rank": 32, "model.rope_dim": 16}
+WINDOW = {"model.window": 32}
+YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0, "model.rope_original_len": 2048}
+LLAMA3 = {**YARN, "model.rope_scaling": "llama3"}
+WITH: dict[str, dict[str, Any]] = {
+    "optim.adamw_lr": {"optim.name": "muon"},
+    **dict.fromkeys(["model.v_head_dim", "model.kv_lora_rank", "model.q_lora_rank"], LATENT),
+    **dict.fromkeys(["model.window_pattern", "model.rope_theta_window"], WINDOW),
+    **dict.fromkeys(["model.rope_factor", "model.rope_original_len", "model.rope_attn_factor"], YARN),
+    **dict.fromkeys(["model.rope_low", "model.rope_high"], LLAMA3),
+}
+# What can only change together with others.
+TOGETHER: dict[str, dict[str, Any]] = {"model.attention": LATENT}
 
 
 def other(leaf: Leaf) -> Any:
@@ -73,26 +100,29 @@ def test_config_modules_import_with_torch_blocked(package: str) -> None:
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "train"])
 def test_config_modules_of_leaves_import_the_standard_library_only(package: str) -> None:
-    path = importlib.import_module(f"kforge_{package}.config").__file__
-    assert path is not None
-    imported: set[str] = set()
-    for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {name.name.split(".")[0] for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add((node.module or "").split(".")[0])
+    modules, imported = [f"kforge_{package}.config"], set()
+    for module in modules:  # which grows by what they import of their own package
+        path = importlib.import_module(module).__file__
+        assert path is not None
+        for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            own = [name for name in names if name.startswith(f"kforge_{package}.")]
+            imported |= {name.split(".")[0] for name in names if name not in own}
+            modules += [name for name in own if name not in modules]
     assert imported <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.path)
 def test_every_field_changes_what_is_resolved(leaf: Leaf) -> None:
     needs = WITH.get(leaf.path, {})
-    overrides = {**needs, leaf.path: other(leaf)}
+    together = TOGETHER.get(leaf.path, {})
+    overrides = {**needs, **together, leaf.path: other(leaf)}
     base, changed = resolve_config(None, needs), resolve_config(None, overrides)
     differing = [one.path for one in LEAVES if get(base.config, one.path) != get(changed.config, one.path)]
-    assert differing == [leaf.path]
+    assert set(differing) == {leaf.path, *together}
     assert changed.origin[leaf.path] == "command line"
-    assert base.origin[leaf.path] == "default"
+    assert base.origin[leaf.path] == ("command line" if leaf.path in needs else "default")
 
 
 def test_each_section_is_frozen_and_refuses_unknown_keys_for_pydantic_users_too() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from importlib import resources
 
 import pytest
 
-from kforge_train import JobConfig
+from kforge_model import num_parameters
+from kforge_model.presets import preset
 from kforge_train.resolve import preset_names, resolve_config
-
-
-def model_parameters(config: JobConfig) -> int:
-    """Parameters of the transformer that the config describes, counted from its sizes."""
-    m = config.model
-    attention = 2 * m.dim * m.n_heads * m.head_size + 2 * m.dim * m.kv_heads * m.head_size
-    block = attention + 3 * m.dim * m.ffn_size + 2 * m.dim
-    return m.vocab_size * m.dim * (1 if m.tie_embeddings else 2) + m.n_layers * block + m.dim
 
 
 def test_the_presets_are_those_promised() -> None:
@@ -38,6 +32,8 @@ def test_a_preset_repeats_nothing_that_holds_below_it(name: str) -> None:
         return
     below = resolve_config(table.pop("extends")).config
     for section, values in table.items():
+        if section == "model" and "preset" in values:
+            below = dataclasses.replace(below, model=preset(values.pop("preset")))
         for key, value in values.items():
             inherited = getattr(getattr(below, section), key)
             inherited = list(inherited) if isinstance(inherited, tuple) else inherited
@@ -46,9 +42,16 @@ def test_a_preset_repeats_nothing_that_holds_below_it(name: str) -> None:
 
 def test_sizes() -> None:
     def millions(name: str) -> float:
-        return model_parameters(resolve_config(name).config) / 1e6
+        count = num_parameters(resolve_config(name).config.model)
+        assert count is not None
+        return count / 1e6
 
     assert millions("llama3-1b") == pytest.approx(1235.8, abs=0.1)  # Llama 3.2 1B: 1,235,814,400
     assert millions("llama3-8b") == pytest.approx(8030.3, abs=0.1)  # Llama 3 8B: 8,030,261,248
     assert 1 <= millions("quickstart") <= 2
     assert millions("tiny") < 0.5
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3-1b", "llama3-8b"])
+def test_sizes_of_a_model_that_has_a_preset_stand_there_alone(name: str) -> None:
+    assert resolve_config(name).config.model == preset(name)

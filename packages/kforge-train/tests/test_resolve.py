@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kforge_model import PRESETS, ModelConfig
+from kforge_model.presets import preset_values
 from kforge_train import JobConfig
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.resolve import load_config, preset_names, resolve_config
 from kforge_train.schema import leaves
 from kforge_train.toml import to_toml
+
+PATHS = [leaf.path for leaf in leaves(JobConfig)]
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -38,7 +44,8 @@ def test_each_layer_covers_the_one_below(tmp_path: Path) -> None:
     assert resolved.origin["optim.lr"] == f"file {top}"
     assert Path(resolved.origin["optim.eps"].removeprefix("file ")).resolve() == base
     assert resolved.origin["train.steps"] == "command line"
-    assert resolved.origin["model.dim"] == "preset tiny"
+    assert resolved.origin["data.row_tokens"] == "preset tiny"
+    assert resolved.origin["model.dim"] == "model preset tiny"
     assert resolved.origin["data.seed"] == "default"
 
 
@@ -142,6 +149,72 @@ def test_none_over_a_presets_value(tmp_path: Path) -> None:
     assert resolve_config("llama3-1b", {"data.microbatch_rows": "none"}).config.data.microbatch_rows is None
     path = write(tmp_path, "job.toml", 'extends = "llama3-1b"\n[data]\nmicrobatch_rows = "none"\n')
     assert resolve_config(path).config.data.microbatch_rows is None
+
+
+def test_a_model_preset_is_a_whole_model(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.toml", "[model]\ntie_embeddings = true\nz_loss = 1e-4\n[optim]\nlr = 0.1\n")
+    text = f'extends = "{base.name}"\n[model]\nmax_seq_len = 5000\npreset = "qwen3-8b"\nvocab_size = 151000\n'
+    top = write(tmp_path, "top.toml", text)
+    resolved = resolve_config(top)
+    changed = {"max_seq_len": 5000, "vocab_size": 151000}
+    assert resolved.config.model == ModelConfig(**{**PRESETS["qwen3-8b"], **changed})  # neither tied nor with a z-loss
+    assert resolved.config.optim.lr == 0.1
+    origins = {name: resolved.origin[f"model.{name}"] for name in ("dim", "vocab_size", "z_loss")}
+    assert origins == {"dim": "model preset qwen3-8b", "vocab_size": f"file {top}", "z_loss": "default"}
+
+    # On the command line too it lies below the other keys, wherever it stands; the last one holds.
+    given = [("model.n_layers", "3"), ("model.preset", "tiny"), ("model.preset", "depth-4"), ("data.row_tokens", "64")]
+    resolved = resolve_config(top, given)
+    assert resolved.config.model == ModelConfig(**{**preset_values("depth-4"), "n_layers": 3})
+    assert resolved.origin["model.n_layers"] == "command line"
+    assert resolved.origin["model.dim"] == "model preset depth-4"
+
+
+def test_a_model_preset_that_is_none(tmp_path: Path) -> None:
+    path = write(tmp_path, "job.toml", '[model]\npreset = "quen3-8b"\n')
+    with pytest.raises(ConfigError, match=r'model.preset = "quen3-8b" \(file .*\): no model .*did you mean qwen3-8b'):
+        resolve_config(path)
+    with pytest.raises(ConfigError, match=r"model.preset = 3 .* must be the name of a model preset"):
+        resolve_config(write(tmp_path, "three.toml", "[model]\npreset = 3\n"))
+    with pytest.raises(ConfigError, match=r"model.presets .*: no such key; did you mean model.preset"):
+        resolve_config(None, {"model.presets": "tiny"})
+    with pytest.raises(ConfigError, match=r"optim.preset .*: no such key; did you mean model.preset"):
+        resolve_config(None, {"optim.preset": "tiny"})
+    assert resolve_config(path, {"model.preset": "tiny"}).config.model == ModelConfig(**PRESETS["tiny"])
+
+
+@given(
+    options=st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"])),
+        st.recursive(
+            st.booleans()
+            | st.integers(-(2**62), 2**62)
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(st.characters(exclude_categories=["Cs"])),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab .\"'\n"), inner, max_size=3),
+            max_leaves=8,
+        ),
+        max_size=4,
+    )
+)
+def test_options_survive_saving(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = resolve_config(None, {"model.options": options}).config
+    assert config.model.options == options
+    assert resolve_config(None, {"model.options": json.dumps(options)}).config == config
+    folder = tmp_path_factory.mktemp("saved")
+    assert load_config(write(folder, "config.toml", to_toml(config))) == config
+    assert load_config(write(folder, "told.toml", to_toml(config, dict.fromkeys(PATHS, "x")))) == config
+
+
+def test_options_in_a_file_of_their_own_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "job.toml", '[model]\nmlp = "mine"\n[model.options]\nslope = 0.5\nsizes = [1, 2]\n')
+    resolved = resolve_config(path)
+    assert resolved.config.model.options == {"slope": 0.5, "sizes": [1, 2]}
+    assert resolved.origin["model.options"] == f"file {path}"
+    with pytest.raises(ConfigError, match=r"model.options.slope .*did you mean model.options"):
+        resolve_config(path, {"model.options.slope": "0.25"})
+    with pytest.raises(ConfigError, match=r"model.options = .*must be of numbers, text"):
+        resolve_config(write(tmp_path, "date.toml", "[model.options]\nday = 2024-01-01\n"))
 
 
 def test_errors_of_building_become_config_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
@@ -27,6 +28,8 @@ Word = Literal["a", "b"]
         (tuple[str, ...], [], ()),
         (list[int], [1, 2], [1, 2]),
         (dict[str, float], {"web": 8}, {"web": 8.0}),
+        (Mapping[str, Any], {}, {}),
+        (Mapping[str, Any], {"a": [1, (True, "x")], "b": {"c": 0.5}}, {"a": [1, [True, "x"]], "b": {"c": 0.5}}),
     ],
 )
 def test_fit_takes(kind: Any, value: Any, made: Any) -> None:
@@ -51,6 +54,10 @@ def test_fit_takes(kind: Any, value: Any, made: Any) -> None:
         (tuple[float, float], 1.0, "a list"),
         (tuple[int, ...], [1, "2"], "whole number"),
         (dict[str, float], 3, "a table"),
+        (Mapping[str, Any], "x", "a table, on the command line as"),
+        (Mapping[str, Any], {"a": None}, "numbers, text"),
+        (Mapping[str, Any], {"a": [float("nan")]}, "finite"),
+        (Mapping[str, Any], {1: 2}, "text"),
     ],
 )
 def test_fit_refuses(kind: Any, value: Any, says: str) -> None:
@@ -77,6 +84,7 @@ def test_fit_refuses(kind: Any, value: Any, says: str) -> None:
         (tuple[str, ...], "SIGTERM,SIGINT", ["SIGTERM", "SIGINT"]),
         (tuple[str, ...], '["SIGTERM"]', ["SIGTERM"]),
         (tuple[str, ...], "[]", []),
+        (Mapping[str, Any], '{"a": [1, 0.5], "b": {"c": true}}', {"a": [1, 0.5], "b": {"c": True}}),
     ],
 )
 def test_text_becomes_the_fields_type(kind: Any, text: str, made: Any) -> None:
@@ -85,7 +93,16 @@ def test_text_becomes_the_fields_type(kind: Any, text: str, made: Any) -> None:
     fit(kind, value)
 
 
-@pytest.mark.parametrize(("kind", "text"), [(int, "x"), (int, "3.5"), (bool, "maybe"), (Word, "c"), (int | None, "x")])
+TABLE = Mapping[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *((int, "x"), (int, "3.5"), (bool, "maybe"), (Word, "c"), (int | None, "x")),
+        *((TABLE, "x"), (TABLE, "[1]"), (TABLE, "{a: 1}"), (TABLE, "none")),
+    ],
+)
 def test_text_that_cannot_be_a_value_is_left_to_be_refused(kind: Any, text: str) -> None:
     assert from_text(kind, text) == text
     with pytest.raises(Mismatch):
@@ -93,5 +110,5 @@ def test_text_that_cannot_be_a_value_is_left_to_be_refused(kind: Any, text: str)
 
 
 def test_names_of_types() -> None:
-    kinds = [int, int | None, Word, tuple[float, float], tuple[str, ...]]
-    assert [type_name(kind) for kind in kinds] == ["int", "int|none", "a|b", "float,float", "str,..."]
+    kinds = [int, int | None, Word, tuple[float, float], tuple[str, ...], Mapping[str, Any]]
+    assert [type_name(kind) for kind in kinds] == ["int", "int|none", "a|b", "float,float", "str,...", "JSON"]

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import shutil
 import sys
 import textwrap
 import typing
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from kforge_model.presets import PRESETS
 from kforge_train.config import JobConfig
 from kforge_train.schema import NONE_WORD, field_kinds, leaves, type_name
+
+_INDENT: dict[str, Any] = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+_PRESET = """\
+The model to start from, in place of all of [model] that a preset or file has; other --model keys go over it. One of
+{}, or depth-N, as depth-12."""
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -46,9 +54,12 @@ def describe_config() -> str:
     for name, cls in field_kinds(JobConfig).items():
         docs = field_docs(typing.cast(type, cls))
         lines = [f"{name}: {sections[name]}"]
+        if name == "model":
+            lines.append("  --model.preset NAME")
+            lines += textwrap.wrap(_PRESET.format(", ".join(PRESETS)), width, **_INDENT)
         for leaf in leaves(typing.cast(type, cls)):
             lines.append(f"  --{name}.{leaf.path} {type_name(leaf.kind)}  (default: {_text(leaf.default)})")
-            lines += textwrap.wrap(docs[leaf.path], width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(docs[leaf.path], width, **_INDENT)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -60,4 +71,6 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (tuple, list)):
         return ",".join(_text(item) for item in value)
+    if isinstance(value, Mapping):
+        return json.dumps(value)
     return str(value) if value != "" else '""'

@@ -5,6 +5,10 @@
 Layers are plain tables, merged before one validation: a command line may mend what a file has wrong, and every fault
 is told at once. A file is TOML with the sections of `JobConfig`, and may begin with `extends = "preset or path"`; a
 path is relative to the file that names it.
+
+Every layer may name a model that it starts from, as `model.preset = "qwen3-4b"` (`kforge_model.presets`). That is a
+whole model: the layer's own keys of [model] go over it, and none of those of the layers below hold any more. What is
+resolved has plain values only.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kforge_model.presets import preset_values
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError as ConfigError
 from kforge_train.schema import Mismatch, field_kinds, fit, from_text, leaves
@@ -28,6 +33,8 @@ from kforge_train.toml import to_toml as to_toml
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+MODEL_PRESET = "model.preset"
+"""A key of a layer, though not of the config that comes out."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class Resolved:
     config: JobConfig
     """The job."""
     origin: dict[str, str]
-    """Path of a value, as `optim.lr` -> `default`, `preset tiny`, `file x.toml` or `command line`."""
+    """Path of a value, as `optim.lr` -> `default`, `preset tiny`, `file x.toml`, `model preset qwen3-4b` or `command
+    line`."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,21 @@ def resolve_config(
     """
     faults: list[str] = []
     values: dict[str, tuple[Any, str]] = {}
+    unknown_model = None  # what is wrong with the last model preset; those before it do not count
     for layer in _file_layers(source):
+        model = layer.table.get("model")
+        if isinstance(model, dict) and "preset" in model:
+            unknown_model = _start_from(model.pop("preset"), layer.origin, values)
         _flatten(JobConfig, layer.table, "", layer.origin, values, faults)
     kinds = {leaf.path: leaf.kind for leaf in leaves(JobConfig)}
-    for path, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
+    given = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    for name in [value for path, value in given if path == MODEL_PRESET][-1:]:
+        unknown_model = _start_from(name, COMMAND_LINE, values)
+    if unknown_model is not None:
+        faults.append(unknown_model)
+    for path, value in given:
+        if path == MODEL_PRESET:
+            continue
         if path in kinds:
             values[path] = (from_text(kinds[path], value) if isinstance(value, str) else value, COMMAND_LINE)
         else:
@@ -124,6 +143,20 @@ def _read(source: str | Path, base: Path) -> tuple[str, str, str, Path]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _start_from(name: Any, origin: str, values: dict[str, tuple[Any, str]]) -> str | None:
+    """Put the values of a model preset in the place of all of [model] that `values` has; tell what is wrong with it."""
+    try:
+        if not isinstance(name, str):
+            raise ValueError("must be the name of a model preset")
+        preset = preset_values(name)
+    except ValueError as error:
+        return f"{MODEL_PRESET} = {_show(name)} ({origin}): {error}"
+    for path in [path for path in values if path.startswith("model.")]:
+        del values[path]
+    values.update({f"model.{key}": (value, f"model preset {name}") for key, value in preset.items()})
+    return None
 
 
 def _flatten(
@@ -182,7 +215,7 @@ def _sources(message: str, prefix: str, values: dict[str, tuple[Any, str]]) -> s
 
 def _unknown(path: str) -> str:
     """What to say of a path that is no value: the section's keys, or the near ones."""
-    paths = [leaf.path for leaf in leaves(JobConfig)]
+    paths = [*(leaf.path for leaf in leaves(JobConfig)), MODEL_PRESET]
     inside = [known for known in paths if known.startswith(path + ".")]
     if inside:
         return f"is a section; its keys are {', '.join(inside)}"

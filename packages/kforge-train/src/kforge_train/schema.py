@@ -7,10 +7,11 @@ command line (converted to the field's type) from values of a file (which must h
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 NONE_WORD = "none"
@@ -51,7 +52,7 @@ def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
 
 
 def type_name(kind: Any) -> str:
-    """A field's type in the words of the command line: `int`, `bf16|fp32`, `float,float`, `int|none`."""
+    """A field's type in the words of the command line: `int`, `bf16|fp32`, `float,float`, `int|none`, `JSON`."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is type(None):
         return NONE_WORD
@@ -61,6 +62,8 @@ def type_name(kind: Any) -> str:
         return "|".join(type_name(arg) for arg in args)
     if origin in (tuple, list):
         return ",".join("..." if arg is Ellipsis else type_name(arg) for arg in args) or "list"
+    if origin in (dict, Mapping):
+        return "JSON"
     return getattr(kind, "__name__", str(kind))
 
 
@@ -94,6 +97,12 @@ def from_text(kind: Any, text: str) -> Any:
         parts = [part.strip().strip("\"'") for part in inner.split(",") if part.strip()]
         same = origin is list or args[-1] is Ellipsis
         return [from_text(args[0] if same else args[min(i, len(args) - 1)], part) for i, part in enumerate(parts)]
+    if origin in (dict, Mapping):
+        try:
+            made = json.loads(text)
+        except ValueError:
+            return text
+        return made if isinstance(made, dict) else text
     return text
 
 
@@ -104,7 +113,7 @@ def fit(kind: Any, value: Any) -> Any:
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
-        return value
+        return _fit_anything(value)
     if origin in (Union, types.UnionType):
         if _allows_none(kind) and (value is None or value == NONE_WORD):
             return None
@@ -124,9 +133,9 @@ def fit(kind: Any, value: Any) -> Any:
         return value
     if origin in (tuple, list):
         return _fit_sequence(kind, value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise Mismatch("must be a table")
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise Mismatch('must be a table, on the command line as {"key": 1}')
         return {fit(args[0], key): fit(args[1], item) for key, item in value.items()}
     if kind is bool and not isinstance(value, bool):
         raise Mismatch("must be true or false")
@@ -154,6 +163,19 @@ def _fit_sequence(kind: Any, value: Any) -> Any:
     if len(value) != len(args):
         raise Mismatch(f"must be a list of {len(args)} values, as [{type_name(kind)}]")
     return tuple(fit(arg, item) for arg, item in zip(args, value, strict=True))
+
+
+def _fit_anything(value: Any) -> Any:
+    """A value of any type that TOML and JSON can both say, so that it is saved, compared and read again as it is."""
+    if isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return fit(float, value)
+    if isinstance(value, (list, tuple)):
+        return [_fit_anything(item) for item in value]
+    if isinstance(value, Mapping):
+        return {fit(str, key): _fit_anything(item) for key, item in value.items()}
+    raise Mismatch("must be of numbers, text, true and false, lists and tables")
 
 
 def _fits(kind: Any, value: Any) -> bool:
