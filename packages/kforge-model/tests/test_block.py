@@ -8,10 +8,20 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import kforge_model.attention as attention_module
-from kforge_model import Block, ModelConfig, Rotary, Rows
+import kforge_model.core as core_module
+from kforge_model import Block, ModelConfig, Rotary, Rows, rope_frequencies
 
-CONFIG = ModelConfig(vocab_size=8, dim=32, n_layers=1, n_heads=4, n_kv_heads=2)
+SIZES = {"vocab_size": 8, "dim": 32, "n_layers": 1, "n_heads": 4}
+CONFIG = ModelConfig(**SIZES, n_kv_heads=2)
+OPTIONS = {
+    "llama": CONFIG,
+    "norms": ModelConfig(**SIZES, norm="layernorm", norm_placement="sandwich", qk_norm="across_heads", mlp="relu2"),
+    "windows": ModelConfig(**SIZES, n_kv_heads=1, window=5, sinks=True, qkv_bias=True, mlp_bias=True, mlp="geglu"),
+    "soft-cap": ModelConfig(**SIZES, attn_softcap=1.0, attn_gate=True, qk_norm="per_head", norm_placement="post"),
+    "latent": ModelConfig(
+        **SIZES, attention="mla", head_dim=12, rope_dim=8, kv_lora_rank=16, q_lora_rank=16, mlp="gelu_tanh"
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -21,16 +31,18 @@ def _fresh_compiler() -> None:
 
 def inputs(rows: Rows, block: Block) -> tuple[torch.Tensor, Rotary, Rows]:
     x = torch.randn(*rows.position_ids.shape, 32, requires_grad=True)
-    return x, Rotary.at(rows.position_ids, 8, 10_000.0, x.dtype), block.attn.core.prepare(rows, x.dtype)
+    config = ModelConfig(dim=32, head_dim=8)
+    rotary = Rotary.at(rows.position_ids, rope_frequencies(config)[0], x.dtype)
+    return x, rotary, block.attn.core.prepare(rows, x.dtype)
 
 
-@pytest.mark.parametrize("hopper", [None, True])
+@pytest.mark.parametrize(("name", "hopper"), [*((name, False) for name in OPTIONS), ("llama", True)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiles_without_a_graph_break(packed: bool, hopper: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_without_a_graph_break(name: str, packed: bool, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # The choice of kernels that a Hopper card gets must trace as well; on CPU it changes nothing.
     if hopper:
-        monkeypatch.setattr(attention_module, "_prefers_cudnn", lambda *_: True)
-    block = Block(CONFIG)
+        monkeypatch.setattr(core_module, "_prefers_cudnn", lambda *_: True)
+    block = Block(OPTIONS[name])
     compiled = copy.deepcopy(block)
     compiled.compile(backend="aot_eager", fullgraph=True)
     assert [n for n, _ in compiled.named_parameters()] == [n for n, _ in block.named_parameters()]

@@ -28,8 +28,8 @@ def scalar_normal(seed: int, name: str, index: int) -> float:
 
 
 def test_values_are_those_of_the_definition() -> None:
-    got = init_normal_(torch.empty(50, 20, dtype=torch.float64), 7, "layers.0.attn.wq.weight", 1.0)
-    right = [scalar_normal(7, "layers.0.attn.wq.weight", i) for i in range(1000)]
+    got = init_normal_(torch.empty(50, 20, dtype=torch.float64), 7, "layers.0.attn.wqkv.weight", 1.0)
+    right = [scalar_normal(7, "layers.0.attn.wqkv.weight", i) for i in range(1000)]
     assert (got.flatten() - torch.tensor(right, dtype=torch.float64)).abs().max() < 1e-12
 
 
@@ -139,9 +139,9 @@ def test_meta_and_plain_models_start_from_the_same_bits(tied: bool) -> None:
             assert torch.equal(one, torch.ones(24))
         else:
             assert one.std().item() == pytest.approx(wanted, rel=5 / (2 * one.numel()) ** 0.5)
-    assert not torch.equal(plain.layers["0"].attn.wq.weight, plain.layers["1"].attn.wq.weight)
+    assert not torch.equal(plain.layers["0"].attn.wqkv.weight, plain.layers["1"].attn.wqkv.weight)
     plain.init_weights(12)
-    assert not torch.equal(plain.layers["0"].attn.wq.weight, model.layers["0"].attn.wq.weight)
+    assert not torch.equal(plain.layers["0"].attn.wqkv.weight, model.layers["0"].attn.wqkv.weight)
 
 
 def _fsdp_model(rank: int, world: int, tied: bool) -> dict[str, Tensor]:
@@ -178,4 +178,52 @@ def test_nothing_is_left_as_it_lay_in_memory() -> None:
     model.layers["0"].attn.scale = torch.nn.Parameter(torch.empty(1))
     model.register_buffer("counts", torch.empty(1))
     with pytest.raises(ValueError, match=r"counts, layers.0.attn.scale"):
+        model.init_weights(0)
+
+
+def test_truncated_normal_has_the_shape_and_no_tails() -> None:
+    x = init_normal_(torch.empty(1 << 20, dtype=torch.float64), 3, "w", 0.5, cut=2.0)
+    c, phi = 2.0, math.exp(-2.0) / math.sqrt(2 * math.pi)
+    mass = math.erf(c / math.sqrt(2))
+    assert x.abs().max() <= 2.0 * 0.5 and x.abs().max() > 1.99 * 0.5
+    assert abs(x.mean()) < 4e-3
+    assert x.std().item() == pytest.approx(0.5 * math.sqrt(1 - 2 * c * phi / mass), rel=3e-3)
+    inside = math.erf(1 / math.sqrt(2)) / mass  # within one deviation
+    assert (x.abs() < 0.5).double().mean().item() == pytest.approx(inside, abs=3e-3)
+
+
+@pytest.mark.parametrize("option", ["normal", "truncated_normal"])
+def test_every_word_has_its_deviation_under_mup(option: Any) -> None:
+    config = ModelConfig(
+        vocab_size=512, dim=256, n_layers=2, n_heads=4, init=option, init_std=0.04, mup_base_dim=64,
+        qkv_bias=True, sinks=True, norm="layernorm",
+    )  # fmt: skip
+    model = Transformer(config)
+    model.init_weights(2)
+    width = 0.5  # sqrt(64 / 256)
+    wanted = {"embed": 0.04, "head": 0.04, "wqkv": 0.04 * width, "w_gate_up": 0.04 * width}
+    wanted |= dict.fromkeys(("wo", "w_down"), 0.04 * width / 2)  # 1 / sqrt(2 * 2 layers)
+    cut = 0.9866 if option == "truncated_normal" else 1.0  # deviation of a normal cut off at three
+    scales = model.lr_scales()
+    for name, parameter in model.named_parameters():
+        owner, leaf = name.split(".")[-2:]
+        if leaf in ("bias", "sinks"):
+            assert not parameter.any(), name
+        elif "norm" in owner:
+            assert (parameter == 1).all(), name
+        else:
+            std = parameter.std().item()
+            assert std == pytest.approx(wanted[owner] * cut, rel=5 / (2 * parameter.numel()) ** 0.5), name
+            assert (parameter.abs().max() <= 3 * wanted[owner]) == (option == "truncated_normal"), name
+        assert scales[name] == (0.25 if owner in ("wqkv", "wo", "w_gate_up", "w_down") and leaf == "weight" else 1.0)
+    hidden = torch.randn(1, 3, 256)
+    assert model.head is not None
+    assert torch.allclose(model.head(hidden), hidden @ model.head.weight.T / 4, rtol=1e-5)
+
+
+def test_a_word_that_nobody_knows_is_refused() -> None:
+    model = Transformer(CONFIG)
+    model.layers["1"].attn.init = {"extra": "orthogonal"}
+    model.layers["1"].attn.extra = torch.nn.Parameter(torch.empty(1))
+    with pytest.raises(ValueError, match=r"layers.1.attn.extra is to start as 'orthogonal'; known are ones"):
         model.init_weights(0)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from kforge_model.norm import LayerNorm as LayerNorm
     from kforge_model.norm import RMSNorm as RMSNorm
     from kforge_model.presets import PRESETS as PRESETS
+    from kforge_model.presets import depth_config as depth_config
+    from kforge_model.presets import preset as preset
+    from kforge_model.presets import preset_values as preset_values
     from kforge_model.registry import ATTENTION_CORES as ATTENTION_CORES
     from kforge_model.registry import LOSSES as LOSSES
     from kforge_model.registry import MLPS as MLPS
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from kforge_model.rows import Rows as Rows
     from kforge_model.transformer import Transformer as Transformer
     from kforge_model.transformer import build_model as build_model
+    from kforge_model.transformer import check_parts as check_parts
 
 # Public name -> the module it lives in. Nothing is imported until it is asked for.
 _HOME = {
@@ -75,6 +79,8 @@ _HOME = {
     "StackedLinear": "linear",
     "Transformer": "transformer",
     "build_model": "transformer",
+    "check_parts": "transformer",
+    "depth_config": "presets",
     "flops_per_token": "flops",
     "fuse": "exchange",
     "generate": "generation",
@@ -82,6 +88,8 @@ _HOME = {
     "linear_cross_entropy": "head_loss",
     "model_shape": "flops",
     "num_parameters": "flops",
+    "preset": "presets",
+    "preset_values": "presets",
     "rope_frequencies": "rope",
     "sample": "generation",
     "separate": "exchange",

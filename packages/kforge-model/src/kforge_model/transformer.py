@@ -19,7 +19,7 @@ from kforge_model.init import fill_, init_normal_
 from kforge_model.linear import StackedLinear
 from kforge_model.mtp import NextToken, later_labels, later_tokens
 from kforge_model.norm import build_norm
-from kforge_model.registry import MODELS
+from kforge_model.registry import ATTENTION_CORES, LOSSES, MLPS, MODELS, NORMS
 from kforge_model.rope import Rotary, rope_frequencies
 from kforge_model.rows import Rows
 
@@ -324,28 +324,28 @@ class Transformer(nn.Module):
         return rows
 
 
-def build_model(config: ModelConfig) -> nn.Module:
-    """The model that ``config.kind`` names: `Transformer`, or one that a package adds (entry point `kforge.models`).
-
-    Raises ValueError for an unknown kind, and for `config.options` that no part takes; a part that is not kforge's own
-    says which it takes by an attribute ``options``, names or a mapping from names to defaults.
-    """
-    from kforge_model.core import ATTENTION_CORES
-    from kforge_model.head_loss import LOSSES
-    from kforge_model.mlp import MLPS
-    from kforge_model.norm import NORMS
-
+def check_parts(config: ModelConfig) -> None:
+    """Raise ValueError for a name that no registry has, and for `config.options` that no part takes. A part that is not
+    kforge's own says which it takes by an attribute ``options``: names, or a mapping from names to defaults."""
     parts = [MODELS.get(config.kind)]
     if config.kind == "transformer":
-        parts += [NORMS.get(config.norm), MLPS.get(config.mlp), LOSSES.get(config.loss)]
-        parts += [ATTENTION_CORES.get(config.attention_core)]
+        parts += [NORMS.get(config.norm), MLPS.get(config.mlp)]
+        parts += [ATTENTION_CORES.get(config.attention_core), LOSSES.get(config.loss)]
     known = sorted({name for part in parts for name in getattr(part, "options", ())})
     if unknown := sorted(set(config.options) - set(known)):
         raise ValueError(
             f"model.options has {', '.join(unknown)}, which no part of this model takes; "
             f"{'it takes ' + ', '.join(known) if known else 'its parts take no options'}"
         )
-    model: nn.Module = parts[0](config)
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The model that ``config.kind`` names: `Transformer`, or one that a package adds (entry point `kforge.models`).
+
+    Raises ValueError as `check_parts` does.
+    """
+    check_parts(config)
+    model: nn.Module = MODELS.get(config.kind)(config)
     return model
 
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import kforge_model
 from kforge_ckpt import Checkpointer, RngState
 from kforge_data import Loader, Tokenizer, TokenShards
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
-from kforge_model import Transformer, flops_per_token, model_shape
+from kforge_model import check_parts, flops_per_token, model_shape
 from kforge_optim import LossScaler, Optimizer, build_optimizer
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
@@ -57,6 +58,7 @@ def checkpoint_dir(config: JobConfig) -> Path:
 
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
+    check_parts(config.model)
     axes = check_layout(config.parallel, world_size, model_shape(config.model), config.data.row_tokens)
     build_optimizer(nn.Linear(1, 1), config.optim, config.train.steps)  # knows the names, and whether lengths fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
@@ -119,7 +121,7 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
     """The model of a job, spread over ``mesh``, with its initial values."""
     seed = config.train.seed
     return parallelize(
-        lambda: Transformer(config.model),
+        lambda: kforge_model.build_model(config.model),
         mesh,
         config.parallel,
         init=lambda model: model.init_weights(seed),  # type: ignore[operator]

@@ -40,7 +40,8 @@ class PlainEngine:
         return count.to(torch.float64) / self.mesh.copies
 
     def forward_backward(self, window: list[Batch], scale: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of the window to ``.grad``; return this rank's part of the loss, a device scalar.
+        """Add the gradients of the window to ``.grad``; return this rank's part of the loss, a device scalar: the mean
+        nll, without what is trained on beside it (z-loss, smoothing, further tokens).
 
         ``scale`` is 1 / scored tokens of the global window, so that the parts of all ranks add up to the mean; ranks
         that read the same rows share their part evenly.
@@ -48,7 +49,7 @@ class PlainEngine:
         parts = []
         for i, batch in enumerate(window):
             set_last_microbatch(self.model, self.reduce_each or i == len(window) - 1)
-            loss, _ = self.model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=scale)
+            loss, nll = self.model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=scale)
             loss.backward()
-            parts.append(loss.detach())
+            parts.append((nll * scale).sum())
         return torch.stack(parts).sum() / self.mesh.copies

@@ -26,7 +26,7 @@ def sample(
     """The prompt and what the run's newest weights (or those of ``step``) make of it, on one device."""
     from kforge_ckpt import Checkpointer
     from kforge_data import Tokenizer
-    from kforge_model import Transformer, generate
+    from kforge_model import build_model, generate
     from kforge_parallel import choose_device, find_world
     from kforge_train.build import checkpoint_dir
     from kforge_train.saved import load_run
@@ -37,7 +37,7 @@ def sample(
     tokenizer = Tokenizer.load(config.data.tokenizer)
     device = choose_device(config.parallel, replace(find_world({}), local_rank=0))
     with torch.device("meta"):
-        model = Transformer(config.model)
+        model = build_model(config.model)
     model.to_empty(device=device)
     model.init_weights(config.train.seed)  # ties, and what no checkpoint holds
     if Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step) is None:

@@ -42,8 +42,11 @@ def save_config(config: JobConfig) -> None:
     os.replace(path.with_suffix(".partial"), path)
 
 
-_FREE = {"max_seq_len", "init_std", "loss_chunk_tokens"}
-"""Fields of the model that may change at a resume: no weight and no value of a step depends on them any more."""
+_FREE = {
+    *("max_seq_len", "attention_core", "init", "init_std"),
+    *("loss", "loss_chunk_tokens", "label_smoothing", "z_loss", "mtp_weight"),
+}
+"""Fields of the model that may change at a resume: the weights are the same model's with any of them."""
 
 
 def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
