@@ -24,7 +24,29 @@ CHANGES = {
     "model.norm_eps": 1e-2,
     "model.tie_embeddings": True,
     "model.init_std": 0.1,
-    "model.qk_norm": True,
+    "model.qk_norm": "per_head",
+    "model.qkv_bias": True,
+    "model.out_bias": True,
+    "model.mlp_bias": True,
+    "model.attn_gate": True,
+    "model.attn_scale": 0.1,
+    "model.attn_softcap": 0.5,
+    "model.sinks": True,
+    "model.window": 3,
+    "model.attention_core": "masked",
+    "model.rope_dim": 2,
+    "model.norm": "layernorm",
+    "model.norm_placement": "post",
+    "model.mlp": "gelu",
+    "model.embed_scale": 3.0,
+    "model.logit_softcap": 0.5,
+    "model.vocab_multiple": 128,
+    "model.mtp_depth": 1,
+    "model.loss": "cross_entropy",
+    "model.label_smoothing": 0.2,
+    "model.z_loss": 0.1,
+    "model.init": "truncated_normal",
+    "model.mup_base_dim": 4,
     "model.loss_chunk_tokens": 7,
     "parallel.precision": "fp32",
     "parallel.recompute": "full",
@@ -65,7 +87,24 @@ CHANGES = {
     "train.deterministic": True,
 }
 # Fields of Muon show under Muon only; retention only where there is something to delete.
+LATENT = {"model__attention": "mla", "model__n_kv_heads": None, "model__rope_dim": 2, "model__kv_lora_rank": 4}
+YARN = {
+    "model__rope_scaling": "yarn", "model__rope_factor": 4.0, "model__rope_original_len": 64, "model__head_dim": 16,
+    "model__rope_theta": 100.0,
+}  # fmt: skip
 BASE = {
+    "model.v_head_dim": (LATENT, 3),
+    "model.q_lora_rank": (LATENT, 4),
+    "model.kv_lora_rank": (LATENT, 5),
+    "model.window_pattern": ({"model__window": 3}, "WF"),
+    "model.rope_theta_window": ({"model__window": 3}, 100.0),
+    "model.rope_scaling": ({"model__rope_scaling": "linear", "model__rope_factor": 4.0}, "ntk"),
+    "model.rope_factor": ({"model__rope_scaling": "linear"}, 4.0),
+    "model.rope_original_len": (YARN, 128),
+    "model.rope_low": (YARN, 0.5),
+    "model.rope_high": (YARN, 2.0),
+    "model.rope_attn_factor": (YARN, 2.0),
+    "model.mtp_weight": ({"model__mtp_depth": 1}, 0.9),
     "optim.muon_momentum": ({"optim__name": "muon"}, 0.5),
     "optim.muon_ns_steps": ({"optim__name": "muon"}, 2),
     "optim.muon_ns_dtype": ({"optim__name": "muon", "parallel__precision": "fp32"}, "bfloat16"),
@@ -79,6 +118,9 @@ BASE = {
 }
 # What the error says, where a value other than the first cannot be had here.
 ERRORS = {
+    "model.kind": ("nothing", "unknown model 'nothing'; known are transformer"),
+    "model.options": ({"width": 3}, "model.options has width, which no part of this model takes"),
+    "model.attention": ("mla", "wants model.kv_lora_rank"),
     "model.max_seq_len": (16, "longer than model.max_seq_len = 16"),
     "parallel.dp_shard": (2, "wants 2 processes"),
     "parallel.dp_replicate": (2, "cannot be divided"),
@@ -142,7 +184,7 @@ def facets(config, run_dir):
         def look(module, *_):
             seen["block calls"] += 1
             seen["reduced before"] |= sharded[-1].grad is not None
-            seen["compute dtype"] = module.wq.weight.dtype
+            seen["compute dtype"] = module.wo.weight.dtype
 
         block.attn.register_forward_pre_hook(look)
         step = parts.loader.next
@@ -156,12 +198,13 @@ def facets(config, run_dir):
         trainer = Trainer(parts)
 
         def between(*_):
-            seen["gathered after forward"] = not isinstance(block.attn.wq.weight, DTensor)
+            seen["gathered after forward"] = not isinstance(block.attn.wo.weight, DTensor)
 
         parts.model.head.register_forward_hook(between)
         seen["handlers"] = [signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR2)]
         seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        seen["chunk"] = parts.model.head.chunk_tokens
+        seen["chunk"], seen["loss function"] = parts.model.head.chunk_tokens, parts.model.head.loss
+        seen["attention core"] = block.attn.core.choice
         if isinstance(block, FSDPModule):
             seen["prefetched"] = len(block._get_fsdp_state()._states_to_forward_prefetch)
         seen["code"] = trainer.run()
