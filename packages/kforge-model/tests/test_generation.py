@@ -1,97 +1,211 @@
-"""Generation with a cache is what the model without one says, and sampling draws from what it claims."""
+"""Generation with a cache is what the model without one says, whatever the model is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from kforge_model import KVCache, ModelConfig, Transformer, generate, sample
+from kforge_model import ModelConfig, Rows, Transformer
+from kforge_model.cache import KVCache
+from kforge_model.generation import generate, score, stream
+from kforge_model.sampling import sample
+
+MLA = {"attention": "mla", "kv_lora_rank": 12, "head_dim": 12, "rope_dim": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "gqa": {"n_kv_heads": 2},
+    "mha": {},
+    "mqa": {"n_kv_heads": 1, "qk_norm": "per_head", "qkv_bias": True},
+    "window": {"n_kv_heads": 2, "window": 4},
+    "window_pattern": {"n_kv_heads": 2, "window": 5, "window_pattern": "WF", "rope_theta_window": 100.0},
+    "sinks_softcap": {"n_kv_heads": 2, "sinks": True, "attn_softcap": 2.0, "attn_scale": 0.5},
+    "mla": MLA,
+    "mla_all": {**MLA, "q_lora_rank": 10, "v_head_dim": 6, "sinks": True, "attn_softcap": 3.0, "window": 6,
+                "window_pattern": "FW", "attn_gate": True},
+    "further": {"mtp_depth": 1, "norm_placement": "sandwich", "vocab_multiple": 16, "logit_softcap": 5.0,
+                "attn_gate": True, "embed_scale": 2.0, "rope_dim": 4},
+}  # fmt: skip
+
+
+def build(kind: str) -> Transformer:
+    config = ModelConfig(vocab_size=37, dim=32, n_layers=3, n_heads=4, max_seq_len=40, init_std=0.3, **KINDS[kind])
+    model = Transformer(config).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.fixture(params=KINDS)
+def any_model(request: pytest.FixtureRequest) -> Transformer:
+    return build(request.param)
 
 
 @pytest.fixture
 def model() -> Transformer:
-    config = ModelConfig(vocab_size=37, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, max_seq_len=40, init_std=0.3)
-    return Transformer(config).double()
+    return build("gqa")
 
 
-def test_greedy_equals_a_full_forward_for_every_token(model: Transformer) -> None:
+@torch.no_grad()
+def whole_forwards(model: Transformer, prompt: Tensor, n: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    ids = prompt
+    for _ in range(n):
+        ids = torch.cat([ids, choose(model(ids)[:, -1])[:, None]], 1)
+    return ids
+
+
+def test_greedy_equals_a_full_forward_for_every_token(any_model: Transformer) -> None:
     prompt = torch.randint(37, (3, 5))
-    right = prompt
-    for _ in range(20):
-        right = torch.cat([right, model(right)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(generate(model, prompt, 20, temperature=0), right)
+    right = whole_forwards(any_model, prompt, 14, lambda logits: logits.argmax(-1))
+    for chunk in (None, 1, 2, 3, 5, 8):
+        assert torch.equal(generate(any_model, prompt, 14, temperature=0, prefill_chunk=chunk), right)
 
 
-def test_cached_logits_equal_full_logits(model: Transformer) -> None:
+@torch.no_grad()
+def test_cached_logits_equal_full_logits(any_model: Transformer) -> None:
+    """One token at a time, and several at once: prefill in chunks is prefill."""
     ids = torch.randint(37, (2, 20))
-    full = model(ids)
-    cache = KVCache(20)
-    for start, stop in ((0, 6), (6, 7), (7, 8), (8, 15), (15, 20)):  # one at a time, and several at once
-        part = model(ids[:, start:stop], cache=cache)
-        assert part.shape == (2, 1, 37) and cache.length == stop
-        assert (part[:, 0] - full[:, stop - 1]).abs().max() < 1e-12
+    full = any_model(ids)
+    for chunk in (None, 7):
+        cache = KVCache(any_model.config, 20, chunk=chunk)
+        for start, stop in ((0, 6), (6, 7), (7, 8), (8, 15), (15, 20)):
+            part = any_model(ids[:, start:stop], cache=cache)
+            assert part.shape == (2, 1, 37) and cache.length == stop
+            assert (part[:, 0] - full[:, stop - 1]).abs().max() < 1e-12
     with pytest.raises(ValueError, match="cache holds 20"):
-        model(ids[:, :1], cache=cache)
+        any_model(ids[:, :1], cache=cache)
 
 
-def test_sampling_equals_a_full_forward_with_the_same_generator(model: Transformer) -> None:
-    options = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
+@torch.no_grad()
+def test_ragged_rows_are_each_alone(any_model: Transformer) -> None:
+    lengths = (3, 9, 1, 6)
+    ids = [torch.randint(37, (n + 6,)) for n in lengths]
+    alone = [any_model(row[None])[0] for row in ids]
+    padded = torch.stack([torch.nn.functional.pad(row, (9 - n, 0)) for row, n in zip(ids, lengths, strict=True)])
+    padding = torch.tensor([9 - n for n in lengths])
+    for chunk in (15, 4):
+        cache = KVCache(any_model.config, 15, padding=padding, chunk=chunk)
+        for part in padded[:, :9].split(chunk, 1):
+            logits = any_model(part, cache=cache)
+        for step in range(6):
+            for row, right, n in zip(logits[:, 0], alone, lengths, strict=True):
+                assert (row - right[n + step - 1]).abs().max() < 1e-12
+            logits = any_model(padded[:, 9 + step : 10 + step], cache=cache)
+    prompts = [row[:n] for row, n in zip(ids, lengths, strict=True)]
+    for got, prompt in zip(generate(any_model, prompts, 12, temperature=0), prompts, strict=True):
+        assert torch.equal(got, generate(any_model, prompt[None], 12, temperature=0)[0])
+
+
+def test_sampling_equals_a_full_forward_with_the_same_draws(model: Transformer) -> None:
+    options = {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.01}
     prompt = torch.randint(37, (3, 5))
     generator = torch.Generator().manual_seed(5)
-    right = prompt
-    for _ in range(12):
-        right = torch.cat([right, sample(model(right)[:, -1], generator=generator, **options)[:, None]], 1)
+    right = whole_forwards(model, prompt, 12, lambda logits: sample(logits, generator=generator, **options))
     for _ in range(2):
-        got = generate(model, prompt, 12, generator=torch.Generator().manual_seed(5), **options)
-        assert torch.equal(got, right)
+        assert torch.equal(generate(model, prompt, 12, seed=5, **options), right)
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, [0, 1, 2, 3]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_k": 9}, [0, 1, 2, 3]),
-        ({"top_p": 0.4}, [3]),
-        ({"top_p": 0.5}, [3]),
-        ({"top_p": 0.6}, [1, 3]),
-        ({"top_p": 0.85}, [0, 1, 3]),
-        ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # of the three left, 0.5 / 0.95 and 0.3 / 0.95 make 0.84
-        ({"top_p": 1e-9}, [3]),
-    ],
-)
-def test_frequencies(options: dict[str, float], kept: list[int]) -> None:
-    p = torch.tensor([0.15, 0.3, 0.05, 0.5], dtype=torch.float64)
-    n = 20_000
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample(p.log().expand(n, 4), generator=generator, **options)  # type: ignore[arg-type]
-    frequency = torch.bincount(drawn, minlength=4) / n
-    right = torch.zeros(4, dtype=torch.float64)
-    right[kept] = p[kept] / p[kept].sum()
-    assert ((frequency > 0) == (right > 0)).all()
-    assert (frequency - right).abs().max() < 4 * 0.5 / n**0.5
+def test_the_penalty_counts_prompt_and_new_tokens_but_no_padding(model: Transformer) -> None:
+    prompts = [torch.randint(1, 37, (n,)) for n in (2, 7)]
+    got = generate(model, prompts, 12, temperature=0, repetition_penalty=1.8)
+    for row, prompt in zip(got, prompts, strict=True):
+        ids = prompt[None]
+        for _ in range(12):
+            with torch.no_grad():
+                logits = model(ids)[0, -1]
+            for token in set(ids[0].tolist()):
+                logits[token] = logits[token] / 1.8 if logits[token] > 0 else logits[token] * 1.8
+            ids = torch.cat([ids, logits.argmax()[None, None]], 1)
+        assert torch.equal(row, ids[0])
 
 
-def test_temperature_sharpens_and_zero_takes_the_first() -> None:
-    p = torch.tensor([0.2, 0.8], dtype=torch.float64)
-    drawn = sample(p.log().expand(20_000, 2), temperature=0.5, generator=torch.Generator().manual_seed(0))
-    assert drawn.double().mean().item() == pytest.approx(0.64 / 0.68, abs=0.01)
-    assert sample(torch.tensor([[1.0, 3.0, 3.0]]), temperature=0).tolist() == [1]
+def test_ended_rows_get_no_more_tokens(model: Transformer) -> None:
+    prompts = [torch.randint(37, (n,)) for n in (5, 3, 8, 5)]
+    free = generate(model, prompts, 20, temperature=0)
+    stops = (int(free[0][8]), int(free[1][6]))
+    seen: list[Tensor] = []
+    got = generate(model, prompts, 20, temperature=0, stop_tokens=stops, on_token=seen.append)
+    steps = torch.stack(seen, 1)
+    longest = 0
+    for row, whole, prompt, step in zip(got, free, prompts, steps, strict=True):
+        hits = [at for at, token in enumerate(whole[len(prompt) :].tolist()) if token in stops]
+        n = hits[0] + 1 if hits else 20
+        longest = max(longest, n)
+        assert torch.equal(row, whole[: len(prompt) + n])  # the stop token is the last
+        assert torch.equal(step[:n], row[len(prompt) :]) and (step[n:] == -1).all()
+    assert steps.shape == (4, longest)
 
 
-def test_rows_stop_at_their_own_end(model: Transformer) -> None:
+def test_a_tensor_of_prompts_gives_a_tensor(model: Transformer) -> None:
     prompt = torch.randint(37, (4, 5))
-    free = generate(model, prompt, 20, temperature=0)
-    eos = int(free[0, 8])
-    got = generate(model, prompt, 20, temperature=0, eos_id=eos)
-    ends = []
-    for row, whole in zip(got, free, strict=True):
-        hits = (whole[5:] == eos).nonzero().flatten().tolist()
-        end = 5 + hits[0] + 1 if hits else 25
-        ends.append(end)
-        assert torch.equal(row[:end], whole[: len(row[:end])])
-        assert (row[end:] == eos).all()
-    assert got.shape[1] == max(ends)
+    rows = generate(model, list(prompt), 20, temperature=0)
+    stop = int(rows[0][8])
+    rows = generate(model, prompt.tolist(), 20, temperature=0, stop_tokens=[stop])
+    got = generate(model, prompt, 20, temperature=0, stop_tokens=[stop])
+    assert got.shape == (4, max(map(len, rows)))
+    for row, right in zip(got, rows, strict=True):
+        assert torch.equal(row[: len(right)], right) and (row[len(right) :] == -1).all()
+
+
+def test_a_stream_comes_token_by_token_and_closes(model: Transformer) -> None:
+    model.train()
+    prompt = torch.randint(37, (2, 5))
+    right = generate(model, prompt, 6, temperature=0)[:, 5:]
+    assert torch.equal(torch.stack(list(stream(model, prompt, 6, temperature=0)), 1), right)
+    tokens = stream(model, prompt, 6, temperature=0)
+    assert torch.equal(next(tokens), right[:, 0]) and torch.is_grad_enabled()
+    tokens.close()  # type: ignore[attr-defined]
+    assert all(module.training for module in model.modules())
+
+
+def test_score_is_the_log_probability_of_each_token(any_model: Transformer) -> None:
+    any_model.train()
+    ids = torch.randint(37, (2, 12))
+    with torch.no_grad():
+        logp = any_model(ids).log_softmax(-1)
+    right = torch.zeros(2, 12, dtype=torch.float64)
+    right[:, 1:] = logp[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    assert (score(any_model, ids) - right).abs().max() < 1e-12
+    assert all(module.training for module in any_model.modules())
+    packed = score(any_model, ids, Rows.packed([[5, 7], [12]]))
+    pieces = torch.cat([score(any_model, ids[:1, :5]), score(any_model, ids[:1, 5:])], 1)
+    assert (packed[0] - pieces[0]).abs().max() < 1e-12 and (packed[1] - right[1]).abs().max() < 1e-12
+
+
+def test_score_ignores_smoothing_and_z_loss(model: Transformer) -> None:
+    config = ModelConfig(
+        vocab_size=37, dim=32, n_layers=1, n_heads=4, label_smoothing=0.2, z_loss=0.1, loss="cross_entropy"
+    )
+    other = Transformer(config).double()
+    ids = torch.randint(37, (1, 6))
+    logp = other(ids).log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    assert (score(other, ids)[:, 1:] - logp).abs().max() < 1e-12
+
+
+def test_compiled_blocks_are_traced_once_for_the_prompt_and_once_for_a_token() -> None:
+    """Decoding never traces again, however many tokens, and neither do other prompts of the same shape."""
+    config = ModelConfig(vocab_size=37, dim=16, n_layers=4, n_heads=2, max_seq_len=40, window=4, window_pattern="WF")
+    model = Transformer(config).double()
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    right = generate(model, prompts, 12, temperature=0)
+    traced: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        traced.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
+    for _ in range(2):
+        for one, two in zip(generate(model, prompts, 12, temperature=0), right, strict=True):
+            assert torch.equal(one, two)
+    kinds = 2  # windowed layers and full ones
+    assert len(traced) == kinds * 2
+    torch._dynamo.reset()
 
 
 def test_modes_come_back(model: Transformer) -> None:
@@ -113,14 +227,15 @@ def test_user_errors(model: Transformer) -> None:
         generate(model, prompt, 11)
     with pytest.raises(ValueError, match="at least one token"):
         generate(model, prompt[:, :0], 1)
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model, [[1], []], 1)
+    with pytest.raises(ValueError, match="no prompts"):
+        generate(model, [], 1)
     with pytest.raises(ValueError, match="max_new_tokens"):
         generate(model, prompt, -1)
-    for options in (
-        {"temperature": -1.0},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"temperature": float("nan")},
-    ):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            generate(model, prompt, 1, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prefill_chunk = 0"):
+        generate(model, prompt, 1, prefill_chunk=0)
+    with pytest.raises(ValueError, match="top_p"):
+        stream(model, prompt, 1, top_p=1.5)  # at once, not at the first token
+    with pytest.raises(TypeError, match="eos_id"):
+        generate(model, prompt, 1, eos_id=3)  # type: ignore[call-overload]
