@@ -1,0 +1,352 @@
+"""What Hugging Face's families are called, made of and unable to say: data, read by `configs` and `weights`.
+
+Checked against transformers 5.24; files written by 4.x are read too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+
+class Name(NamedTuple):
+    """A module, or a whole name of a state dict, at both ends; ``*`` stands for an index, and indices keep order."""
+
+    ours: str
+    theirs: str
+    change: str = "same"
+    """A key of `weights.CHANGES`: what becomes of the weight. Biases never change."""
+
+
+class Key(NamedTuple):
+    """A key of config.json that says what a field of `ModelConfig` says."""
+
+    ours: str
+    theirs: str
+    change: str = "same"
+    """A key of `configs.CHANGES`: how one value becomes the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model_type of Hugging Face."""
+
+    architecture: str
+    """Class of the causal language model, as in config.json's architectures."""
+    names: tuple[Name, ...]
+    """Every part that a model of the family may have."""
+    keys: tuple[Key, ...]
+    """What config.json says. Two fields may share a key: then they must agree."""
+    fixed: Mapping[str, Any]
+    """Fields of ModelConfig that the family cannot choose, and what they are in it."""
+    defaults: Mapping[str, Any]
+    """What transformers takes for keys that config.json leaves out. A key that is not here must be there."""
+    window: Literal["none", "all", "switch", "types"] = "none"
+    """Which layers may have a window: none; all, by sliding_window alone; those that layer_types says, where older
+    files have the layers from max_window_layers on, if use_sliding_window (switch), or a pattern (types)."""
+    window_pattern: int = 0
+    """window = types, without layer_types: every so many layers, one is full; older files may say another number."""
+    rope_by_layer: bool = False
+    """Windowed layers have a base of their own, and rope_parameters is one dict for each kind of layer."""
+    scaled_embedding: bool = False
+    """The embedding's output is multiplied by sqrt(dim)."""
+    whole_heads: bool = False
+    """transformers refuses a dim that is no multiple of n_heads, even where head_dim is given."""
+    must_be: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Further keys that change the numbers, and the values that do not."""
+    ignored: frozenset[str] = frozenset()
+    """Further keys that change nothing, beside IGNORED."""
+
+
+def _words(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+IGNORED = _words(
+    # what the file is
+    "model_type architectures transformers_version _name_or_path name_or_path _commit_hash torch_dtype dtype",
+    # tokens with a meaning, and text generation
+    "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix",
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k",
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size",
+    "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id",
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens",
+    "begin_suppress_tokens use_cache cache_implementation",
+    # what transformers returns, and how it computes it
+    "output_hidden_states output_attentions return_dict torchscript use_bfloat16 tf_legacy_loss",
+    "chunk_size_feed_forward attn_implementation _attn_implementation _attn_implementation_internal",
+    "_attn_implementation_autoset is_decoder tie_last_hidden_states pretraining_tp",
+    # tasks that a language model is not for
+    "finetuning_task task_specific_params problem_type id2label label2id num_labels",
+)
+"""Keys of any config.json that change no logit and no gradient."""
+
+MUST_BE: Mapping[str, tuple[Any, ...]] = {
+    "attention_dropout": (0, None),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": ({}, None),
+    "per_layer_config": ({}, None),
+    "partial_rotary_factor": (1, None),
+    "use_bidirectional_attention": (False, None),
+    "quantization_config": (None,),
+}
+"""Keys of any config.json that change the numbers, and the values that do not."""
+
+BUFFERS = r"(?:.*\.)?(?:rotary_emb(?:_local)?\.\w*inv_freq|embed_tokens\.embed_scale)"
+"""Names of buffers that old files hold beside the weights: they are made anew from the config."""
+
+FREE = frozenset(
+    [
+        "options",
+        "vocab_multiple",
+        "attention_core",
+        "loss",
+        "loss_chunk_tokens",
+        "label_smoothing",
+        "z_loss",
+        "mtp_weight",
+        "init",
+    ]
+)
+"""Fields of ModelConfig that say how it is trained or computed, not what it is: no config.json has them."""
+
+COMPUTED = frozenset(
+    [
+        "window",
+        "window_pattern",
+        "rope_theta",
+        "rope_theta_window",
+        "rope_dim",
+        "rope_scaling",
+        "rope_factor",
+        "rope_original_len",
+        "rope_low",
+        "rope_high",
+        "rope_attn_factor",
+        "embed_scale",
+    ]
+)
+"""Fields of ModelConfig that `configs` and `rope` translate by rules of their own."""
+
+_KEYS = (
+    Key("vocab_size", "vocab_size"),
+    Key("dim", "hidden_size"),
+    Key("ffn_dim", "intermediate_size"),
+    Key("n_layers", "num_hidden_layers"),
+    Key("n_heads", "num_attention_heads"),
+    Key("n_kv_heads", "num_key_value_heads"),
+    Key("head_dim", "head_dim"),
+    Key("max_seq_len", "max_position_embeddings"),
+    Key("norm_eps", "rms_norm_eps", "number"),
+    Key("init_std", "initializer_range", "number"),
+    Key("tie_embeddings", "tie_word_embeddings"),
+)
+_HIDDEN_ACT = Key("mlp", "hidden_act", "activation")
+_ATTENTION_BIAS = (Key("qkv_bias", "attention_bias"), Key("out_bias", "attention_bias"))
+_GEMMA_KEYS = (*_KEYS, *_ATTENTION_BIAS)
+_SOFTCAP = Key("logit_softcap", "final_logit_softcapping", "zero_is_none")
+_QUERY_SCALE = Key("attn_scale", "query_pre_attn_scalar", "inverse_square")
+
+_FIXED: Mapping[str, Any] = {
+    "kind": "transformer",
+    "attention": "gqa",
+    "v_head_dim": None,
+    "kv_lora_rank": None,
+    "q_lora_rank": None,
+    "qk_norm": "none",
+    "attn_gate": False,
+    "attn_softcap": 0.0,
+    "sinks": False,
+    "norm": "rmsnorm",
+    "norm_placement": "pre",
+    "mlp_bias": False,
+    "logit_softcap": 0.0,
+    "mtp_depth": 0,
+    "mup_base_dim": None,
+    "attn_scale": None,
+}
+
+
+def _fixed(keys: tuple[Key, ...], **changes: Any) -> dict[str, Any]:
+    """What a family with these keys cannot choose: all of _FIXED that no key says, with the family's own values."""
+    said = {key.ours for key in keys}
+    return {name: value for name, value in {**_FIXED, **changes}.items() if name not in said}
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_theta": 10_000.0,
+}
+_QWEN_DEFAULTS = {
+    **_DEFAULTS,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA_DEFAULTS = {**_DEFAULTS, "tie_word_embeddings": True, "max_position_embeddings": 8192, "head_dim": 256}
+_GEMMA2_DEFAULTS = {
+    **{key: value for key, value in _GEMMA_DEFAULTS.items() if key != "hidden_act"},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 256_000,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+_GEMMA3_DEFAULTS = {
+    **_GEMMA2_DEFAULTS,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": None,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+}
+
+_ENDS = (Name("embed", "model.embed_tokens", "vocabulary"), Name("head", "lm_head", "vocabulary"))
+_MATRICES = (
+    *_ENDS,
+    Name("layers.*.attn.wq", "model.layers.*.self_attn.q_proj"),
+    Name("layers.*.attn.wk", "model.layers.*.self_attn.k_proj"),
+    Name("layers.*.attn.wv", "model.layers.*.self_attn.v_proj"),
+    Name("layers.*.attn.wo", "model.layers.*.self_attn.o_proj"),
+    Name("layers.*.mlp.w_gate", "model.layers.*.mlp.gate_proj"),
+    Name("layers.*.mlp.w_up", "model.layers.*.mlp.up_proj"),
+    Name("layers.*.mlp.w_down", "model.layers.*.mlp.down_proj"),
+)
+
+
+def _norms(change: str = "same", **blocks: str) -> tuple[Name, ...]:
+    """The final norm, and norms of a block by our name."""
+    parts = (Name(f"layers.*.{ours}", f"model.layers.*.{theirs}", change) for ours, theirs in blocks.items())
+    return (Name("norm", "model.norm", change), *parts)
+
+
+def _qk_norms(change: str = "same") -> tuple[Name, ...]:
+    return tuple(Name(f"layers.*.attn.{x}_norm", f"model.layers.*.self_attn.{x}_norm", change) for x in "qk")
+
+
+_PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_POST = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_SANDWICH = {"attn_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST}
+
+_LLAMA_KEYS = (*_KEYS, _HIDDEN_ACT, *_ATTENTION_BIAS, Key("mlp_bias", "mlp_bias"))
+_QWEN3_KEYS = (*_KEYS, _HIDDEN_ACT, *_ATTENTION_BIAS)
+_GEMMA1_KEYS = (*_GEMMA_KEYS, Key("mlp", "hidden_act", "gemma_activation"))
+_HIDDEN_ACTIVATION = Key("mlp", "hidden_activation", "activation")
+_GEMMA3_KEYS = (*_GEMMA_KEYS, _HIDDEN_ACTIVATION, _QUERY_SCALE, _SOFTCAP)
+_GEMMA2_KEYS = (*_GEMMA3_KEYS, Key("attn_softcap", "attn_logit_softcapping", "zero_is_none"))
+_NO_WINDOW: Mapping[str, tuple[Any, ...]] = {"sliding_window": (None,)}
+_NO_BIAS: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None)}
+_NO_MLP_BIAS: Mapping[str, tuple[Any, ...]] = {"mlp_bias": (False, None)}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        names=(*_MATRICES, *_norms(**_PRE)),
+        keys=_LLAMA_KEYS,
+        fixed=_fixed(_LLAMA_KEYS),
+        defaults=_DEFAULTS,
+        whole_heads=True,
+        must_be=_NO_WINDOW,
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        names=(*_MATRICES, *_norms(**_PRE)),
+        keys=(*_KEYS, _HIDDEN_ACT),
+        fixed=_fixed(_KEYS, qkv_bias=False, out_bias=False),
+        defaults={
+            **_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+        },
+        window="all",
+        must_be={**_NO_BIAS, **_NO_MLP_BIAS},
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        names=(*_MATRICES, *_norms(**_PRE)),
+        keys=(*_KEYS, _HIDDEN_ACT),
+        fixed=_fixed(_KEYS, qkv_bias=True, out_bias=False),
+        defaults=_QWEN_DEFAULTS,
+        window="switch",
+        must_be=_NO_MLP_BIAS,
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        names=(*_MATRICES, *_norms(**_PRE), *_qk_norms()),
+        keys=_QWEN3_KEYS,
+        fixed=_fixed(_QWEN3_KEYS, qk_norm="per_head"),
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+        window="switch",
+        must_be=_NO_MLP_BIAS,
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        names=(*_MATRICES, *_norms(**_POST), *_qk_norms()),
+        keys=_QWEN3_KEYS,
+        fixed=_fixed(_QWEN3_KEYS, qk_norm="across_heads", norm_placement="post"),
+        defaults={**_DEFAULTS, "rms_norm_eps": 1e-5},
+        must_be={**_NO_WINDOW, **_NO_MLP_BIAS},
+    ),
+    "gemma": Family(
+        architecture="GemmaForCausalLM",
+        names=(*_MATRICES, *_norms("one_more", **_PRE)),
+        keys=_GEMMA1_KEYS,
+        fixed=_fixed(_GEMMA1_KEYS),
+        defaults={**_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16},
+        scaled_embedding=True,
+        must_be={**_NO_WINDOW, **_NO_MLP_BIAS, "hidden_activation": (None, "gelu_pytorch_tanh")},
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        names=(*_MATRICES, *_norms("one_more", **_SANDWICH)),
+        keys=_GEMMA2_KEYS,
+        fixed=_fixed(_GEMMA2_KEYS, norm_placement="sandwich"),
+        defaults=_GEMMA2_DEFAULTS,
+        window="types",
+        window_pattern=2,
+        scaled_embedding=True,
+        whole_heads=True,
+        must_be=_NO_MLP_BIAS,
+        ignored=frozenset({"hidden_act"}),
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        names=(*_MATRICES, *_norms("one_more", **_SANDWICH), *_qk_norms("one_more")),
+        keys=_GEMMA3_KEYS,
+        fixed=_fixed(_GEMMA3_KEYS, norm_placement="sandwich", qk_norm="per_head"),
+        defaults=_GEMMA3_DEFAULTS,
+        window="types",
+        window_pattern=6,
+        rope_by_layer=True,
+        scaled_embedding=True,
+        whole_heads=True,
+        # transformers 5.24 reads Gemma 3's attn_logit_softcapping and then does not apply it.
+        must_be={**_NO_MLP_BIAS, "attn_logit_softcapping": (None,)},
+        ignored=frozenset({"hidden_act"}),
+    ),
+}
+"""By model_type, in the order in which `config_to_hf` tries them."""
+
+
+def embed_scale_of(family: Family, dim: int) -> float:
+    """Factor on the embedding's output of a model of this family and width."""
+    return math.sqrt(dim) if family.scaled_embedding else 1.0

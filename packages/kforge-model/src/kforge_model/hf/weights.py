@@ -1,0 +1,158 @@
+"""State dicts of Hugging Face <-> ours, by the names of a family (`families`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kforge_model.config import ModelConfig
+from kforge_model.exchange import fuse, separate
+from kforge_model.hf.configs import find_family
+from kforge_model.hf.families import BUFFERS, FAMILIES, Family
+
+
+def from_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None = None) -> dict[str, Tensor]:
+    """A Hugging Face state dict -> the one that ``Transformer(config).load_state_dict`` takes.
+
+    ``family``: a key of FAMILIES; None: the first that can say the config. Tensors are plain and whole and keep their
+    dtype; they are views of the given ones but for fused weights, a padded vocabulary, and the norms of Gemma, whose
+    stored weight w means 1 + w: in bfloat16 that sum loses digits, so convert to float32 first where they matter.
+    Rows of the vocabulary up to vocab_rows are zeros. The head of a tied model may be there, equal to the embedding.
+    Raises ValueError for names that are missing or not known, and for other shapes than the config's.
+    """
+    name = find_family(config) if family is None else family
+    names = _Names(name)
+    wanted = separate(_meta_state(config), config)
+    pairs = {ours: names.theirs(ours) for ours in wanted}
+    state = {key: tensor for key, tensor in state.items() if not re.fullmatch(BUFFERS, key)}
+    if config.tie_embeddings:
+        _drop_tied(state, names.theirs("head.weight"), names.theirs("embed.weight"))
+    _check_names(state, pairs.values(), f"state dict of {name}")
+    result = {}
+    for ours, theirs in pairs.items():
+        change = CHANGES[names.change(ours)]
+        _check_shape(theirs, state[theirs], change.their_shape(wanted[ours].shape, config))
+        result[ours] = change.from_hf(state[theirs], config)
+    return fuse(result, config)
+
+
+def to_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None = None) -> dict[str, Tensor]:
+    """The state dict of a Transformer -> the one of Hugging Face's model of a family. The inverse of `from_hf`.
+
+    A tied head is left out, as transformers does when it saves. Raises ValueError for names that are missing or not
+    known, for other shapes than the config's, and for parts that the family has no name for.
+    """
+    names = _Names(find_family(config) if family is None else family)
+    wanted, given = _meta_state(config), dict(state)
+    if config.tie_embeddings:
+        _drop_tied(given, "head.weight", "embed.weight")
+    _check_names(given, wanted, "state dict")
+    for ours, tensor in given.items():
+        _check_shape(ours, tensor, wanted[ours].shape)
+    parts = separate(given, config)
+    return {names.theirs(ours): CHANGES[names.change(ours)].to_hf(tensor, config) for ours, tensor in parts.items()}
+
+
+class Change(NamedTuple):
+    """What becomes of a weight on the way in and out, and the shape that it has there, given ours."""
+
+    from_hf: Callable[[Tensor, ModelConfig], Tensor]
+    to_hf: Callable[[Tensor, ModelConfig], Tensor]
+    their_shape: Callable[[torch.Size, ModelConfig], torch.Size] = lambda shape, config: shape
+
+
+def _plus(tensor: Tensor, number: float) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return (tensor.to(wide) + number).to(tensor.dtype)
+
+
+def _pad(tensor: Tensor, config: ModelConfig) -> Tensor:
+    missing = config.vocab_rows - config.vocab_size
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
+
+
+CHANGES: Mapping[str, Change] = {
+    "same": Change(lambda tensor, config: tensor, lambda tensor, config: tensor),
+    "one_more": Change(lambda tensor, config: _plus(tensor, 1), lambda tensor, config: _plus(tensor, -1)),
+    "vocabulary": Change(
+        _pad,
+        lambda tensor, config: tensor[: config.vocab_size],
+        lambda shape, config: torch.Size((config.vocab_size, *shape[1:])),
+    ),
+}
+
+
+class _Names:
+    """The names of a family: of a module, its parameters' ends added, or of a parameter itself."""
+
+    def __init__(self, family: str) -> None:
+        if family not in FAMILIES:
+            raise ValueError(f"unknown Hugging Face family {family!r}; known are {', '.join(FAMILIES)}")
+        self.family = family
+        family_: Family = FAMILIES[family]
+        self.rows = {row.ours: row for row in family_.names}
+
+    def theirs(self, name: str) -> str:
+        """Our name of a parameter -> theirs. Raises ValueError when the family has no such part."""
+        indices = re.findall(r"(?<=\.)\d+(?=\.)", name)
+        pattern = _pattern(name)
+        owner, leaf = pattern.rsplit(".", 1)
+        if pattern in self.rows:
+            template = self.rows[pattern].theirs
+        elif owner in self.rows:
+            template = f"{self.rows[owner].theirs}.{leaf}"
+        else:
+            raise ValueError(f"{self.family} has no name for {name}")
+        for index in indices:
+            template = template.replace("*", index, 1)
+        return template
+
+    def change(self, name: str) -> str:
+        """The key of CHANGES for our name of a parameter; weights change, biases do not."""
+        pattern = _pattern(name)
+        owner, leaf = pattern.rsplit(".", 1)
+        if pattern in self.rows:
+            return self.rows[pattern].change
+        return self.rows[owner].change if leaf == "weight" else "same"
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
+    """The names and shapes of the model, without its storage."""
+    from kforge_model.transformer import Transformer
+
+    with torch.device("meta"):
+        return dict(Transformer(config).state_dict())
+
+
+def _drop_tied(state: dict[str, Tensor], head: str, embed: str) -> None:
+    """Take out a tied head, which must be what it is tied to."""
+    weight = state.pop(head, None)
+    if weight is not None and embed in state and not torch.equal(weight, state[embed]):
+        raise ValueError(f"{head} is not {embed}, and the config ties them; set tie_embeddings = False")
+
+
+def _check_names(given: Iterable[str], wanted: Iterable[str], what: str) -> None:
+    given, wanted = set(given), set(wanted)
+    said = [
+        f"{why}: {', '.join(names)}"
+        for why, names in (
+            ("missing", sorted(wanted - given)),
+            ("not known", sorted(given - wanted)),
+        )
+        if names
+    ]
+    if said:
+        raise ValueError(f"{what}: {'; '.join(said)}")
+
+
+def _check_shape(name: str, tensor: Tensor, wanted: torch.Size) -> None:
+    if tensor.shape != wanted:
+        raise ValueError(f"{name} is {list(tensor.shape)}, and the config wants {list(wanted)}")

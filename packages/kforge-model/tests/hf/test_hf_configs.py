@@ -1,0 +1,485 @@
+"""Configs of Hugging Face: against transformers' own classes, files as they lie on the hub, and every error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from kforge_model import ModelConfig
+from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, family_of
+from kforge_model.hf.families import COMPUTED, FREE
+from transformers import AutoConfig
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+
+OURS: dict[str, Any] = {
+    "vocab_size": 61,
+    "dim": 32,
+    "ffn_dim": 48,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 12,
+    "max_seq_len": 128,
+    "norm_eps": 1e-4,
+    "init_std": 0.03,
+    "rope_theta": 5000.0,
+}
+_GEMMA: dict[str, Any] = {**OURS, "embed_scale": math.sqrt(32), "mlp": "geglu_tanh", "tie_embeddings": True}
+_SANDWICH: dict[str, Any] = {**_GEMMA, "norm_placement": "sandwich", "attn_scale": 20**-0.5, "window": 7}
+
+CONFIGS: dict[str, ModelConfig] = {
+    "llama": ModelConfig(**OURS, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "mistral": ModelConfig(**OURS, window=7),
+    "qwen2": ModelConfig(**OURS, qkv_bias=True),
+    "qwen3": ModelConfig(**OURS, qk_norm="per_head", window=7, window_pattern="FWW"),
+    "olmo2": ModelConfig(**OURS, qk_norm="across_heads", norm_placement="post"),
+    "gemma": ModelConfig(**_GEMMA),
+    "gemma2": ModelConfig(**_SANDWICH, window_pattern="WF", attn_softcap=2.0, logit_softcap=3.0),
+    "gemma3_text": ModelConfig(**_SANDWICH, window_pattern="WWF", qk_norm="per_head", rope_theta_window=100.0),
+}
+"""One config for each family that uses what it has; all numbers are said, none left to a default."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    full = AutoConfig.for_model(family, **SIZES, **heads).to_dict()
+    assert config_from_hf({"model_type": family, **SIZES, **heads}) == config_from_hf(full)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ours_to_theirs_to_ours(family: str) -> None:
+    config = CONFIGS[family]
+    written = config_to_hf(config)
+    assert written["model_type"] == family, "the family is found from the config"
+    assert config_from_hf(written) == config
+    assert config_from_hf(json.loads(json.dumps(written))) == config
+    read = AutoConfig.for_model(**written)
+    assert type(read).__name__ == FAMILIES[family].architecture.replace("ForCausalLM", "Config").replace(
+        "Gemma3Config", "Gemma3TextConfig"
+    )
+    assert config_from_hf(read.to_dict()) == config
+    assert config_from_hf(read.to_diff_dict()) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_theirs_to_ours_to_theirs(family: str) -> None:
+    theirs = AutoConfig.for_model(**config_to_hf(CONFIGS[family])).to_dict()
+    again = AutoConfig.for_model(**config_to_hf(config_from_hf(theirs))).to_dict()
+    assert again == theirs
+
+
+_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
+}
+_READ: dict[str, dict[str, Any]] = {
+    "linear": {"rope_factor": 4.0},
+    "llama3": {"rope_factor": 8.0, "rope_low": 1.5, "rope_high": 3.0, "rope_original_len": 32},
+    "yarn": {"rope_factor": 4.0, "rope_low": 1.0, "rope_high": 16.0, "rope_original_len": 32},
+}
+
+
+@pytest.mark.parametrize("kind", _SCALINGS)
+def test_rope_scaling_is_read_from_the_old_keys_and_the_new(kind: str) -> None:
+    base = {"model_type": "llama", **SIZES}
+    scaling = _SCALINGS[kind]
+    by_type = {"type": kind, **{key: value for key, value in scaling.items() if key != "rope_type"}}
+    forms = [
+        {"rope_theta": 1e6, "rope_scaling": scaling},
+        {"rope_theta": 1e6, "rope_scaling": by_type},
+        {"rope_parameters": {"rope_theta": 1e6, **scaling}},
+        {"rope_theta": 1e6, "rope_parameters": scaling},
+        {"rope_theta": 1e6, "rope_scaling": scaling, "rope_parameters": {"rope_theta": 1e6, **scaling}},
+    ]
+    wanted = config_from_hf(base | {"rope_theta": 1e6})
+    wanted = dataclasses.replace(wanted, rope_scaling=kind, **_READ[kind])  # type: ignore[arg-type]
+    for form in forms:
+        assert config_from_hf({**base, **form}) == wanted, form
+    assert config_from_hf(config_to_hf(wanted)) == wanted
+
+
+def test_yarn_factors_and_its_original_length() -> None:
+    base = {"model_type": "llama", **SIZES, "max_position_embeddings": 640}
+
+    def read(**more: Any) -> ModelConfig:
+        return config_from_hf({**base, "rope_scaling": {"type": "yarn", "factor": 8.0, **more}})
+
+    assert read().rope_attn_factor is None
+    assert read().rope_original_len == 640, "transformers takes max_position_embeddings"
+    assert read().rope_high == 32
+    assert read(attention_factor=1.25).rope_attn_factor == 1.25
+    expected = (0.1 * 0.7 * math.log(8) + 1) / (0.1 * 0.5 * math.log(8) + 1)
+    assert read(mscale=0.7, mscale_all_dim=0.5).rope_attn_factor == pytest.approx(expected, rel=1e-12)
+    assert read(mscale=0.7).rope_attn_factor is None, "one alone is not read by transformers"
+
+
+def test_ntk_is_written_as_the_base_that_it_is() -> None:
+    config = dataclasses.replace(CONFIGS["mistral"], rope_scaling="ntk", rope_factor=4.0)
+    written = config_to_hf(config)
+    assert written["rope_scaling"] is None
+    assert written["rope_theta"] == pytest.approx(5000 * 4 ** (12 / 10))
+
+
+def test_gemma3_has_rotary_parameters_for_each_kind_of_layer() -> None:
+    written = config_to_hf(dataclasses.replace(CONFIGS["gemma3_text"], rope_scaling="linear", rope_factor=8.0))
+    full = {"rope_theta": 5000.0, "rope_type": "linear", "factor": 8.0}
+    assert written["rope_parameters"] == {
+        "full_attention": full,
+        "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+    }
+    assert written["rope_local_base_freq"] == 100.0
+    alike = dataclasses.replace(CONFIGS["gemma3_text"], rope_theta_window=None, rope_scaling="linear", rope_factor=8.0)
+    assert config_to_hf(alike)["rope_parameters"] == {"full_attention": full, "sliding_attention": full}
+    assert config_from_hf(config_to_hf(alike)) == alike
+
+
+def test_windows_as_older_files_say_them() -> None:
+    def read(family: str, layers: int, **more: Any) -> tuple[int | None, str]:
+        config = config_from_hf({**SIZES, "model_type": family, "head_dim": 8, "num_hidden_layers": layers, **more})
+        return config.window, config.window_pattern
+
+    heads = {"num_key_value_heads": 2}
+    assert read("mistral", 2, sliding_window=None, **heads) == (None, "W")
+    assert read("mistral", 2, **heads) == (4096, "W")
+    assert read("qwen2", 4, **heads) == (None, "W")
+    assert read("qwen2", 4, use_sliding_window=True, sliding_window=9, max_window_layers=3, **heads) == (9, "FFFW")
+    assert read("qwen3", 4, use_sliding_window=True, sliding_window=9, max_window_layers=0, **heads) == (9, "W")
+    assert read("qwen3", 4, use_sliding_window=True, max_window_layers=4, **heads) == (None, "W")
+    assert read("gemma2", 5) == (4096, "WF")
+    assert read("gemma3_text", 26, sliding_window=512) == (512, "WWWWWF")
+    assert read("gemma3_text", 6, sliding_window_pattern=3) == (4096, "WWF")
+    assert read("gemma3_text", 5) == (4096, "W")
+    assert read("gemma2", 2, layer_types=["full_attention", "full_attention"]) == (None, "W")
+
+
+LLAMA_3_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_activation": None,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.38.0.dev0",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+
+
+def test_files_of_the_hub() -> None:
+    assert config_from_hf(LLAMA_3_1) == ModelConfig(
+        vocab_size=128256,
+        dim=4096,
+        n_layers=32,
+        max_seq_len=131072,
+        n_heads=32,
+        n_kv_heads=8,
+        head_dim=128,
+        ffn_dim=14336,
+        rope_theta=500_000.0,
+        rope_scaling="llama3",
+        rope_factor=8.0,
+        rope_original_len=8192,
+    )
+    gemma: dict[str, Any] = {"max_seq_len": 32768, "n_heads": 4, "n_kv_heads": 1, "head_dim": 256, "norm_eps": 1e-6}
+    gemma |= {"mlp": "geglu_tanh", "tie_embeddings": True}
+    assert config_from_hf(GEMMA_3_1B) == ModelConfig(
+        **gemma,
+        vocab_size=262144,
+        dim=1152,
+        n_layers=26,
+        qk_norm="per_head",
+        window=512,
+        window_pattern="WWWWWF",
+        rope_theta=1e6,
+        rope_theta_window=1e4,
+        norm_placement="sandwich",
+        ffn_dim=6912,
+        embed_scale=math.sqrt(1152),
+    )
+    gemma |= {"max_seq_len": 8192, "n_heads": 8}
+    assert config_from_hf(GEMMA_2B) == ModelConfig(
+        **gemma, vocab_size=256000, dim=2048, n_layers=18, ffn_dim=16384, embed_scale=math.sqrt(2048)
+    )
+
+
+# A value of each field other than that of every config above; where one field alone cannot change, with what it needs.
+OTHER: dict[str, dict[str, Any]] = {
+    "kind": {"kind": "mine"},
+    "options": {"options": {"mine": 1}},
+    "vocab_size": {"vocab_size": 62},
+    "vocab_multiple": {"vocab_multiple": 64},
+    "dim": {"dim": 64},
+    "n_layers": {"n_layers": 5},
+    "max_seq_len": {"max_seq_len": 256},
+    "attention": {"attention": "mla", "kv_lora_rank": 8, "rope_dim": 4, "n_kv_heads": None, "qk_norm": "none"}
+    | {"qkv_bias": False},
+    "n_heads": {"n_heads": 8},
+    "n_kv_heads": {"n_kv_heads": 1},
+    "head_dim": {"head_dim": 16},
+    "qk_norm": {"qk_norm": "none"},
+    "qkv_bias": {"qkv_bias": True},
+    "out_bias": {"out_bias": True},
+    "attn_gate": {"attn_gate": True},
+    "attn_scale": {"attn_scale": 0.4321},
+    "attn_softcap": {"attn_softcap": 7.0},
+    "sinks": {"sinks": True},
+    "window": {"window": 9},
+    "window_pattern": {"window": 7, "window_pattern": "FFW"},
+    "attention_core": {"attention_core": "masked"},
+    "rope_theta": {"rope_theta": 77.0},
+    "rope_theta_window": {"window": 7, "rope_theta_window": 99.0},
+    "rope_dim": {"rope_dim": 4},
+    "rope_scaling": {"rope_scaling": "linear"},
+    "rope_factor": {"rope_scaling": "linear", "rope_factor": 3.0},
+    "rope_original_len": {"rope_scaling": "yarn", "rope_original_len": 33},
+    "rope_low": {"rope_scaling": "yarn", "rope_original_len": 32, "rope_low": 2.0},
+    "rope_high": {"rope_scaling": "yarn", "rope_original_len": 32, "rope_high": 5.0},
+    "rope_attn_factor": {"rope_scaling": "yarn", "rope_original_len": 32, "rope_attn_factor": 1.5},
+    "norm": {"norm": "layernorm"},
+    "norm_eps": {"norm_eps": 1e-3},
+    "norm_placement": {"norm_placement": "pre"},
+    "mlp": {"mlp": "relu2"},
+    "ffn_dim": {"ffn_dim": 64},
+    "mlp_bias": {"mlp_bias": True},
+    "tie_embeddings": {"tie_embeddings": True},
+    "embed_scale": {"embed_scale": 2.0},
+    "logit_softcap": {"logit_softcap": 7.0},
+    "mtp_depth": {"mtp_depth": 1},
+    "mtp_weight": {"mtp_weight": 0.5},
+    "loss": {"loss": "cross_entropy"},
+    "loss_chunk_tokens": {"loss_chunk_tokens": 7},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 0.1},
+    "init": {"init": "truncated_normal"},
+    "init_std": {"init_std": 0.07},
+    "mup_base_dim": {"mup_base_dim": 16},
+}
+_ALTERNATIVE: dict[str, dict[str, Any]] = {
+    "qk_norm": {"qk_norm": "per_head"},
+    "norm_placement": {"norm_placement": "sandwich"},
+    "qkv_bias": {"qkv_bias": False},
+    "out_bias": {"out_bias": False},
+    "mlp_bias": {"mlp_bias": False},
+    "tie_embeddings": {"tie_embeddings": False},
+}
+_BELONGS_TO_MLA = {"v_head_dim", "kv_lora_rank", "q_lora_rank"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_field_is_lost_without_a_word(family: str) -> None:
+    config = CONFIGS[family]
+    written = config_to_hf(config, family)
+    fields = {field.name for field in dataclasses.fields(ModelConfig)} - _BELONGS_TO_MLA
+    assert fields == set(OTHER)
+    for field in sorted(fields):
+        change = OTHER[field]
+        if getattr(config, field) == change[field]:
+            change = _ALTERNATIVE[field]
+        base = written
+        if len(change) > 1 and field != "attention":  # the same without the field in question, where that is a config
+            without = {name: value for name, value in change.items() if name != field}
+            try:
+                base = config_to_hf(dataclasses.replace(config, **without), family)
+            except ValueError:
+                base = {}
+        try:
+            other = config_to_hf(dataclasses.replace(config, **change), family)
+        except ValueError as error:
+            assert field not in FREE
+            assert any(name in str(error) for name in change), (field, str(error))
+            continue
+        assert (other == base) == (field in FREE), f"{field} of {family} is neither written nor refused"
+        if field not in FREE:
+            assert config_from_hf(other) == dataclasses.replace(config, **change)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_has_one_place_in_a_family(family: str) -> None:
+    entry = FAMILIES[family]
+    said = {key.ours for key in entry.keys}
+    assert not said & set(entry.fixed)
+    assert {field.name for field in dataclasses.fields(ModelConfig)} == said | set(entry.fixed) | FREE | COMPUTED
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope", "rope_scaling"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "rope_parameters"]),
+        ({"rope_scaling": {"type": "yarn"}}, ["yarn", "factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1]}}, ["short_factor", "linear"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, ["truncate"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
+        ({"partial_rotary_factor": 0.25}, ["partial_rotary_factor = 0.25"]),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e5}}, ["rope_theta", "different"]),
+        ({"hidden_act": "xielu"}, ["hidden_act = 'xielu'"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout = 0.1"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"sliding_window": 128}, ["sliding_window = 128"]),
+        ({"a_new_trick": True}, ["a_new_trick = True", "not known"]),
+        ({"model_type": "mamba"}, ["mamba", "llama", "qwen3"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
+    ],
+)
+def test_what_we_would_compute_otherwise_is_an_error(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        config_from_hf({"model_type": "llama", **SIZES, **change})
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, ["chunked_attention"]),
+        ("qwen3", {"layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers = 2"]),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window"]),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, ["layer_types"]),
+        ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
+        ("gemma", {"hidden_activation": "relu"}, ["hidden_activation = 'relu'"]),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0"]),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, ["rope_theta"]),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            ["sliding_attention", "linear"],
+        ),
+    ],
+)
+def test_errors_of_single_families(family: str, change: dict[str, Any], words: list[str]) -> None:
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    with pytest.raises(ValueError) as error:
+        config_from_hf({"model_type": family, **sizes, **change})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_size_is_an_error() -> None:
+    hf = {"model_type": "llama", **{key: value for key, value in SIZES.items() if key != "hidden_size"}}
+    with pytest.raises(ValueError, match="hidden_size is missing"):
+        config_from_hf(hf)
+
+
+def test_what_no_family_can_say_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no Hugging Face family .* has sinks = True; the nearest"):
+        config_to_hf(dataclasses.replace(CONFIGS["llama"], sinks=True))
+    with pytest.raises(ValueError, match="llama cannot say sinks = True"):
+        config_to_hf(dataclasses.replace(CONFIGS["llama"], sinks=True), "llama")
+    both = dataclasses.replace(CONFIGS["olmo2"], logit_softcap=5.0)  # OLMo 2's norms, Gemma's soft-cap
+    with pytest.raises(ValueError, match=r"no one Hugging Face family .*logit_softcap = 5.0"):
+        config_to_hf(both)
+    with pytest.raises(ValueError, match="qkv_bias = True"):
+        config_to_hf(dataclasses.replace(CONFIGS["qwen3"], qkv_bias=True, out_bias=False), "qwen3")
+    with pytest.raises(ValueError, match="unknown Hugging Face family 'nope'"):
+        config_to_hf(CONFIGS["llama"], "nope")
+
+
+def test_family_of() -> None:
+    assert family_of({"architectures": ["MistralForCausalLM"]}) == "mistral"
+    assert family_of({"model_type": "gemma2", "architectures": None}) == "gemma2"
+    with pytest.raises(ValueError, match="known Hugging Face families are"):
+        family_of({})
+
+
+def test_configs_need_no_torch() -> None:
+    code = "import sys; from kforge_model import hf; hf.config_from_hf; assert 'torch' not in sys.modules; hf.to_hf"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

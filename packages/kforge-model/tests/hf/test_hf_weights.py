@@ -1,0 +1,301 @@
+"""Weights of Hugging Face: the tiny model of each family beside ours, logits and every gradient, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from kforge_model import ModelConfig, Transformer
+from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, from_hf, to_hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TOLERANCE = 1e-5
+VOCAB = 61
+SEQ = 40  # longer than every window, and than the original length of every scaling
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-4,
+    "pad_token_id": None,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
+_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+_LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}
+
+THEIRS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    "llama tied": {"tie_word_embeddings": True, "head_dim": None, "num_key_value_heads": 4},
+    "llama gelu": {"hidden_act": "gelu"},
+    "llama llama3": {"rope_parameters": _LLAMA3},
+    "llama linear": {"rope_parameters": _LINEAR},
+    "llama yarn": {"rope_parameters": _YARN},
+    "llama yarn factor": {"rope_parameters": {**_YARN, "attention_factor": 1.7, "beta_fast": 8.0, "beta_slow": 2.0}},
+    "llama yarn mscale": {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    "mistral": {"sliding_window": 7},
+    "mistral full": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2 windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3 windows": {"use_sliding_window": True, "sliding_window": 7, "layer_types": _LAYERS, "attention_bias": True},
+    "olmo2": {},
+    "olmo2 biases": {"attention_bias": True, "num_key_value_heads": 4, "head_dim": 8},
+    "gemma": {},
+    "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.7}
+    | {"final_logit_softcapping": 0.9},
+    "gemma2 no caps": {"sliding_window": 7, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3_text": {"sliding_window": 7, "layer_types": _LAYERS, "query_pre_attn_scalar": 20},
+    "gemma3_text scaled": {
+        "sliding_window": 7,
+        "layer_types": _LAYERS,
+        "rope_parameters": {
+            "full_attention": _LINEAR,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        },
+        "final_logit_softcapping": 0.9,
+    },
+}
+"""Family, perhaps with a variant -> what is said of the tiny Hugging Face model beside its sizes."""
+
+_OURS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "vocab_multiple": 32,
+    "dim": 32,
+    "ffn_dim": 48,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 12,
+    "max_seq_len": 64,
+    "norm_eps": 1e-4,
+    "loss_chunk_tokens": 16,
+}
+_GEMMA: dict[str, Any] = {**_OURS, "mlp": "geglu_tanh", "embed_scale": math.sqrt(32), "norm_placement": "sandwich"}
+_GEMMA |= {"window": 7, "attn_scale": 20**-0.5}
+
+OURS: dict[str, ModelConfig] = {
+    "llama": ModelConfig(**_OURS, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "llama ntk": ModelConfig(**_OURS, rope_scaling="ntk", rope_factor=4.0),
+    "llama llama3": ModelConfig(**_OURS, rope_scaling="llama3", rope_factor=8.0, rope_original_len=16),
+    "llama yarn": ModelConfig(**_OURS, rope_scaling="yarn", rope_factor=4.0, rope_original_len=16, rope_high=32.0),
+    "llama linear": ModelConfig(**_OURS, rope_scaling="linear", rope_factor=8.0, tie_embeddings=True),
+    "mistral": ModelConfig(**_OURS, window=7, mlp="geglu"),
+    "qwen2": ModelConfig(**_OURS, qkv_bias=True, window=7, window_pattern="FW"),
+    "qwen3": ModelConfig(**_OURS, qk_norm="per_head", window=7, window_pattern="WWF"),
+    "olmo2": ModelConfig(**_OURS, qk_norm="across_heads", norm_placement="post"),
+    "gemma": ModelConfig(**_OURS, mlp="geglu_tanh", embed_scale=math.sqrt(32), tie_embeddings=True),
+    "gemma2": ModelConfig(**_GEMMA, window_pattern="WF", attn_softcap=0.7, logit_softcap=0.9, tie_embeddings=True),
+    "gemma3_text": ModelConfig(
+        **_GEMMA, window_pattern="WWF", qk_norm="per_head", rope_theta_window=100.0, rope_scaling="linear"
+    ),
+}
+"""Family, perhaps with a variant -> our model."""
+
+
+def randomise(model: nn.Module) -> None:
+    """Weights of a size at which every part is seen in the logits: norms off 1, biases off 0."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1 and name.endswith("weight"):
+                weight += 0.3 * torch.randn_like(weight)
+            else:
+                weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim == 1 else 0.2))
+
+
+def their_model(config: dict[str, Any]) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").eval()
+
+
+def load_theirs(model: Any, state: dict[str, Tensor], tied: bool) -> None:
+    report = model.load_state_dict(state, strict=False)
+    assert not report.unexpected_keys
+    assert report.missing_keys == (["lm_head.weight"] if tied else [])
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def ids_and_labels() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(3))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def differences(ours: Transformer, theirs: Any, config: ModelConfig, family: str) -> dict[str, float]:
+    """Largest difference, relative to the largest value, of the logits and of the gradient of each weight."""
+    ids, labels = ids_and_labels()
+    logits = theirs(ids).logits
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    result = {"logits": relative(ours(ids), logits)}
+    loss, _ = ours(ids, labels=labels, scale=1.0)
+    loss.backward()
+    gradients = {name: weight.grad.double() for name, weight in ours.named_parameters() if weight.grad is not None}
+    mapped = to_hf(gradients, config, family)
+    for name, weight in theirs.named_parameters():
+        shift = (
+            1.0 if "norm" in name and family.startswith("gemma") else 0.0
+        )  # the change is 1 + w: its gradient is w's
+        result[name] = relative(mapped.pop(name) + shift, weight.grad.double())
+    assert not mapped
+    return result
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_theirs_in_ours(case: str) -> None:
+    family = case.split()[0]
+    theirs = their_model({"model_type": family, **_SIZES, **THEIRS[case]})
+    randomise(theirs)
+    config = dataclasses.replace(config_from_hf(theirs.config.to_dict()), vocab_multiple=32, loss_chunk_tokens=16)
+    state = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    loaded = from_hf(state, config)
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in state.items()), "input is untouched"
+    assert loaded["embed.weight"].shape[0] == 64
+    assert not loaded["embed.weight"][VOCAB:].any()
+    ours = Transformer(config)
+    ours.load_state_dict(loaded)
+    found = differences(ours, theirs, config, family)
+    assert max(found.values()) <= TOLERANCE, found
+    back = to_hf(ours.state_dict(), config, family)
+    for name, tensor in back.items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=2e-7 if "norm" in name else 0)
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_ours_in_theirs(case: str) -> None:
+    family, config = case.split()[0], OURS[case]
+    ours = Transformer(config)
+    randomise(ours)
+    theirs = their_model(config_to_hf(config))
+    assert theirs.config.model_type == family
+    assert type(theirs).__name__ == FAMILIES[family].architecture
+    load_theirs(theirs, to_hf(ours.state_dict(), config), config.tie_embeddings)
+    found = differences(ours, theirs, config, family)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def test_exported_model_reports_our_loss_and_predicts_the_next_token() -> None:
+    """Case "labels shifted twice": trained on 0, 1, …, 9, 0, 1, … with labels[i] = ids[i + 1]."""
+    config = ModelConfig(vocab_size=10, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, max_seq_len=64, ffn_dim=64)
+    ours = Transformer(config)
+    text = (torch.arange(33) % 10)[None]
+    ids, labels = text[:, :-1], text[:, 1:]
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    for _ in range(40):
+        loss, _ = ours(ids, labels=labels, scale=1 / labels.numel())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    theirs = their_model(config_to_hf(config))
+    load_theirs(theirs, to_hf(ours.state_dict(), config), tied=False)
+    with torch.no_grad():
+        other = (torch.arange(2, 31) * 3 % 10)[None]  # a text it does not know, so that the loss is not near 0
+        for said in (text, other):
+            _, nll = ours(said[:, :-1], labels=said[:, 1:], scale=1.0)
+            assert abs(float(theirs(said, labels=said).loss) - float(nll.mean())) <= 1e-4
+        prompt = torch.tensor([[3, 4, 5]])
+        assert int(ours(prompt)[0, -1].argmax()) == 6
+        assert int(theirs(prompt).logits[0, -1].argmax()) == 6
+
+
+def _llama() -> tuple[ModelConfig, dict[str, Tensor]]:
+    config = dataclasses.replace(OURS["llama"], vocab_multiple=1)
+    return config, to_hf(Transformer(config).state_dict(), config)
+
+
+def test_dtype_is_kept_and_one_is_added_in_float32() -> None:
+    config = OURS["gemma2"]
+    state = {name: tensor.bfloat16() for name, tensor in to_hf(Transformer(config).state_dict(), config).items()}
+    norm = "model.layers.0.input_layernorm.weight"
+    state[norm] = torch.linspace(-0.1, 0.1, 32).bfloat16()
+    loaded = from_hf(state, config)
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16}
+    assert torch.equal(loaded["layers.0.attn_norm.weight"], (1 + state[norm].float()).bfloat16())
+    wide = from_hf({name: tensor.double() for name, tensor in state.items()}, config)
+    assert torch.equal(wide["layers.0.attn_norm.weight"], 1 + state[norm].double())
+
+
+def test_what_need_not_be_copied_is_a_view() -> None:
+    config, state = _llama()
+    loaded = from_hf(state, config)
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert loaded["layers.0.mlp.w_down.weight"].data_ptr() == state[down].data_ptr()
+    assert loaded["embed.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+
+
+def test_names_that_are_missing_or_not_known_are_errors() -> None:
+    config, state = _llama()
+    gone = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(ValueError, match=f"missing: {gone}"):
+        from_hf({name: tensor for name, tensor in state.items() if name != gone}, config)
+    with pytest.raises(ValueError, match="not known: model.layers.0.self_attn.q_norm.weight"):
+        from_hf({**state, "model.layers.0.self_attn.q_norm.weight": torch.ones(12)}, config)
+    with pytest.raises(ValueError, match="not known: model.layers.3.mlp.up_proj.weight"):
+        from_hf({**state, "model.layers.3.mlp.up_proj.weight": torch.ones(48, 32)}, config)
+    ours = Transformer(config).state_dict()
+    with pytest.raises(ValueError, match="not known: extra"):
+        to_hf({**ours, "extra": torch.ones(1)}, config)
+    ours.pop("layers.0.attn.wqkv.bias")
+    with pytest.raises(ValueError, match="missing: layers.0.attn.wqkv.bias"):
+        to_hf(ours, config)
+
+
+def test_buffers_of_old_files_are_let_by() -> None:
+    config, state = _llama()
+    old = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rotary_emb.inv_freq"]
+    old += ["model.rotary_emb.original_inv_freq", "model.rotary_emb_local.inv_freq", "model.embed_tokens.embed_scale"]
+    old += ["model.rotary_emb.sliding_attention_inv_freq"]
+    assert set(from_hf({**state, **dict.fromkeys(old, torch.ones(6))}, config)) == set(from_hf(state, config))
+
+
+def test_other_shapes_are_errors() -> None:
+    config, state = _llama()
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is \[64, 32\], and the config wants \[61, 32\]"):
+        from_hf({**state, "model.embed_tokens.weight": torch.ones(64, 32)}, config)
+    with pytest.raises(ValueError, match=r"q_proj.weight is \[32, 32\], and the config wants \[48, 32\]"):
+        from_hf({**state, "model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32)}, config)
+    ours = Transformer(config).state_dict()
+    with pytest.raises(ValueError, match=r"wqkv.weight is \[1, 8, 12, 32\], and the config wants \[2, 4, 12, 32\]"):
+        to_hf({**ours, "layers.0.attn.wqkv.weight": torch.ones(1, 8, 12, 32)}, config)
+
+
+def test_a_tied_head_is_dropped_or_refused() -> None:
+    config = OURS["gemma"]
+    state = to_hf(Transformer(config).state_dict(), config)
+    assert "lm_head.weight" not in state
+    with_head = {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    assert set(from_hf(with_head, config)) == set(from_hf(state, config))
+    with_head["lm_head.weight"][3, 4] += 1
+    with pytest.raises(ValueError, match="lm_head.weight is not model.embed_tokens.weight"):
+        from_hf(with_head, config)
+
+
+def test_parts_without_a_name_and_families_without_one() -> None:
+    config = dataclasses.replace(OURS["llama"], sinks=True)
+    state = Transformer(config).state_dict()
+    with pytest.raises(ValueError, match="sinks = True"):
+        to_hf(state, config)
+    with pytest.raises(ValueError, match=r"llama has no name for layers\.0\.attn\.sinks"):
+        to_hf(state, config, "llama")
+    with pytest.raises(ValueError, match="unknown Hugging Face family 'nope'"):
+        from_hf({}, OURS["llama"], "nope")
