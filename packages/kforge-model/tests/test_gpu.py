@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kforge_model import (
+    AttentionCore,
     Block,
     ModelConfig,
     Rotary,
     Rows,
-    SdpaCore,
     Transformer,
     generate,
     init_normal_,
-    linear_cross_entropy,
+    rope_frequencies,
 )
+from kforge_model.core import attend_masked, attention_mask
+from kforge_model.losses import cross_entropy, linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +67,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     return scores.softmax(-1) @ v
 
 
+def core_of(dim: int = 64, window: int | None = None, **options: Any) -> AttentionCore:
+    return AttentionCore(ModelConfig(dim=8 * dim, n_heads=8, head_dim=dim, **options), window)
+
+
 def padded(rows: Rows) -> Rows:
     """cu_seqlens of a fixed length, the last value repeated, as loaders make them."""
     assert rows.cu_seqlens is not None
@@ -78,7 +84,7 @@ def padded(rows: Rows) -> Rows:
 def test_core_forward_and_backward(dtype: torch.dtype, tolerance: float, kv: int, packed: bool) -> None:
     rows = padded(Rows.packed(LENGTHS, "cuda")) if packed else Rows.plain(3, 512, "cuda")
     inputs = qkv(dtype, kv)
-    core = SdpaCore(64)
+    core = core_of()
     prepared = core.prepare(rows, dtype)
     with Ops() as ops:
         got = core(*inputs, prepared)
@@ -91,19 +97,77 @@ def test_core_forward_and_backward(dtype: torch.dtype, tolerance: float, kv: int
     ):
         assert (one.double() - two.double()).abs().max() <= tolerance * two.double().abs().max()
     if dtype == torch.float32:
+        assert core.kernel(rows, rows.position_ids.device, dtype) == ("flex" if packed else "sdpa")
         return
     if packed:
-        assert prepared is rows and ops.ran("varlen_attn")
+        assert ops.ran("varlen_attn")
     elif torch.cuda.get_device_capability() >= (9, 0):
         assert ops.ran("scaled_dot_product_cudnn_attention")
     else:
         assert ops.ran("scaled_dot_product_flash_attention")
 
 
-def test_heads_too_odd_for_the_flash_kernel_fall_back_to_the_mask() -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": 100},
+    "soft-cap": {"attn_softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 33, "attn_softcap": 2.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_windows_soft_caps_and_sinks(name: str, dtype: torch.dtype, packed: bool, compiled: bool) -> None:
+    torch.compiler.reset()
+    options = OPTIONS[name]
+    core = core_of(window=options.get("window"), **options)
+    rows = padded(Rows.packed(LENGTHS, "cuda")) if packed else Rows.plain(3, 512, "cuda")
+    kernel = core.kernel(rows, rows.position_ids.device, dtype)
+    assert kernel == ("varlen" if name == "window" and dtype == torch.bfloat16 else "flex")
+    inputs = qkv(dtype, 2)
+    given = {"sinks": torch.randn(8, device="cuda").to(dtype).requires_grad_()} if core.has_sinks else {}
+    prepared = core.prepare(rows, dtype)
+    if compiled:
+        core.compile(fullgraph=True)
+    got = core(*inputs, prepared, **given)
+    wide = [x.detach().double().requires_grad_() for x in (*inputs, *given.values())]
+    mask = attention_mask(rows, torch.float64, core.window)
+    right = attend_masked(*wide[:3], mask, scale=core.scale, softcap=core.softcap, sinks=wide[3] if given else None)
+    upstream = torch.randn_like(got)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for one, two in zip(
+        (got, *torch.autograd.grad(got, (*inputs, *given.values()), upstream)),
+        (right, *torch.autograd.grad(right, wide, upstream.double())),
+        strict=True,
+    ):
+        assert one.dtype == dtype
+        assert (one.double() - two).abs().max() <= tolerance * two.abs().max()
+
+
+def test_latent_heads_of_two_widths() -> None:
+    config = ModelConfig(dim=256, n_heads=8, attention="mla", head_dim=96, rope_dim=32, v_head_dim=64, kv_lora_rank=64)
+    core = AttentionCore(config)
+    for rows in (padded(Rows.packed(LENGTHS, "cuda")), Rows.plain(3, 512, "cuda")):
+        for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
+            q, k, _ = qkv(dtype, 8, 96)
+            v = qkv(dtype, 8, 64)[2]
+            got = core(q, k, v, core.prepare(rows, dtype))
+            right = reference(q, k, v, rows)
+            upstream = torch.randn_like(got)
+            for one, two in zip(
+                (got, *torch.autograd.grad(got, (q, k, v), upstream)),
+                (right, *torch.autograd.grad(right, (q, k, v), upstream.double())),
+                strict=True,
+            ):
+                assert (one.double() - two.double()).abs().max() <= tolerance * two.double().abs().max()
+
+
+def test_heads_too_odd_for_the_flash_kernel_have_another() -> None:
     rows = Rows.packed(LENGTHS, "cuda")
     inputs = qkv(torch.bfloat16, 2, dim=20)
-    got = SdpaCore(20)(*inputs, rows)
+    got = core_of(20)(*inputs, rows)
     right = reference(*inputs, rows)
     assert (got.double() - right).abs().max() <= 2e-2 * right.abs().max()
 
@@ -112,11 +176,11 @@ def test_packed_rows_make_no_square_mask() -> None:
     seq = 32_768
     rows = Rows.packed([[600] * 54 + [seq - 54 * 600]], "cuda")
     q = torch.randn(1, seq, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-    core = SdpaCore(64)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    core(q, q, q, core.prepare(rows, q.dtype)).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < seq * seq // 2  # a mask has one byte an element
+    for core in (core_of(), core_of(window=500), core_of(attn_softcap=5.0)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        core(q, q, q, core.prepare(rows, q.dtype)).sum().backward()
+        assert torch.cuda.max_memory_allocated() - before < seq * seq // 2  # a mask has one byte an element
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -157,15 +221,18 @@ def test_model_equals_the_float64_model_on_cpu(dtype: torch.dtype, tolerance: fl
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_block_compiles_into_one_graph(packed: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"window": 100, "sinks": True, "attn_softcap": 5.0, "attn_gate": True}])
+def test_block_compiles_into_one_graph(packed: bool, options: dict[str, Any]) -> None:
     torch.compiler.reset()
-    block = Block(CONFIG).to("cuda", torch.bfloat16)
+    block = Block(ModelConfig(**{**CONFIG.__dict__, **options})).to("cuda", torch.bfloat16)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
             init_normal_(parameter, 0, name, 0.05)
+    core = block.attn.core
     rows = padded(Rows.packed(LENGTHS, "cuda")) if packed else Rows.plain(3, 512, "cuda")
-    rotary = Rotary.at(rows.position_ids, 64, 10_000.0, torch.bfloat16)
+    rotary = Rotary.at(rows.position_ids, rope_frequencies(CONFIG)[0], torch.bfloat16)
     x = torch.randn(3, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rows = core.prepare(rows, torch.bfloat16)  # type: ignore[operator]
     right = block(x, rotary, rows)
     (right_grad,) = torch.autograd.grad(right.square().sum(), x)
     block.compile(fullgraph=True)
@@ -175,19 +242,53 @@ def test_block_compiles_into_one_graph(packed: bool) -> None:
         assert (one - two).norm() <= 2e-2 * two.norm()
 
 
+HEAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"vocab_size": 4999, "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_head_loss(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", HEAD_OPTIONS.values(), ids=HEAD_OPTIONS)
+@pytest.mark.parametrize("loss_of", [partial(linear_cross_entropy, chunk_tokens=128), cross_entropy])
+def test_losses_equal_those_in_float64_on_cpu(dtype: torch.dtype, options: dict[str, Any], loss_of: Any) -> None:
     hidden = torch.randn(2, 300, 64, device="cuda").to(dtype).requires_grad_()
     weight = (torch.randn(5000, 64, device="cuda") / 8).to(dtype).requires_grad_()
-    labels = torch.randint(5000, (2, 300), device="cuda").masked_fill(torch.rand(2, 300, device="cuda") < 0.2, -100)
-    loss, _ = linear_cross_entropy(hidden, weight, labels, 1 / 600, chunk_tokens=128)
-    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    right = F.cross_entropy((h @ w.T).flatten(0, 1), labels.flatten(), reduction="sum") / 600
+    labels = torch.randint(4999, (2, 300), device="cuda").masked_fill(torch.rand(2, 300, device="cuda") < 0.2, -100)
+    scale = torch.rand(2, 300, device="cuda") / 600
+    loss, nll = loss_of(hidden, weight, labels, scale, **options)
+    h, w = (x.detach().cpu().double().requires_grad_() for x in (hidden, weight))
+    right, right_nll = cross_entropy(h, w, labels.cpu(), scale.cpu(), **options)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 1e-2}[dtype]
     assert loss.item() == pytest.approx(right.item(), rel=tolerance)
+    assert (nll.cpu().double() - right_nll).norm() <= tolerance * right_nll.norm()
     for one, two in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(right, (h, w)), strict=True):
         assert one.dtype == dtype
-        assert (one.double() - two).norm() <= tolerance * two.norm()
+        assert (one.cpu().double() - two).norm() <= tolerance * two.norm()
+
+
+@pytest.mark.parametrize("options", HEAD_OPTIONS.values(), ids=HEAD_OPTIONS)
+def test_chunked_loss_never_waits_and_holds_one_chunk(options: dict[str, Any]) -> None:
+    tokens, rows, dim, chunk = 4096, 5000, 64, 256
+    hidden = torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(4999, (tokens,), device="cuda")
+    scale = torch.full((tokens,), 1 / tokens, device="cuda")
+    for _ in range(2):  # the first calls set up libraries
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            linear_cross_entropy(hidden, weight, labels, scale, chunk_tokens=chunk, **options)[0].backward()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    logits = chunk * rows * (2 + 4 + (4 if "softcap" in options else 0))  # so small a chunk is float32 at one time
+    weights = rows * dim * 4  # the gradient, rounded in place
+    others = tokens * dim * (2 + 2) + tokens * 8 * 4
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * (logits + weights + others)
 
 
 def test_initial_values_equal_those_on_cpu() -> None:

@@ -61,12 +61,12 @@ def local_box(tensor: DTensor) -> tuple[Tensor, tuple[int, ...]]:
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b`` where the product is not rounded to a's dtype first if the device can avoid it.
 
-    total [M,N] fp32 or wider, a [M,K], b [K,N]. ``torch.mm(..., out_dtype=)`` is public but exists on CUDA only;
+    total [M,N] fp32 or wider, a [M,K], b [K,N]. ``torch.addmm(..., out_dtype=)`` is public but exists on CUDA only;
     elsewhere each product is rounded once to a's dtype and the sum over chunks stays wide.
     """
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
     elif a.is_cuda and total.dtype == torch.float32:
-        total.add_(torch.mm(a, b, out_dtype=torch.float32))
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)

@@ -18,8 +18,9 @@ section 5. Soft-cap: Gemma 2, arXiv:2408.00118, section 2.
 
 In `linear_cross_entropy` s is known before forward, so dz⁰ is formed right where z is, chunk by chunk, and both
 products are taken at once: backward only multiplies by the gradient of the loss, which is 1. Memory beside h and W:
-C*R logits (in float32, and once more in W's dtype if that is another; in float32 twice with a soft-cap), dh, and dW
-in float32, then in W's dtype. Padding rows take part in the products, whose sizes they are there to make even.
+C*R logits in W's dtype (twice with a soft-cap if that is float32), of which a part at a time is float32; dh; dW in
+float32, rounded in place; and in backward both once more, times the gradient. Padding rows take part in the products,
+whose sizes they are there to make even.
 
 Over n ranks that hold R/n rows of W each and the same h, every sum over j is a sum over ranks: the greatest logit,
 then Σ exp, the target's logit, and with smoothing Σ z are reduced (three or four numbers a token). A rank without a
@@ -30,7 +31,7 @@ all of them takes in backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ from kforge_model._torch import add_product_
 from kforge_model.registry import LOSSES
 
 IGNORE = -100
+BLOCK_ELEMENTS = 2**25
+"""Logits that are float32 at one time where the head is in a narrower dtype: 134 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,24 +231,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll = torch.empty(hidden.shape[0], dtype=scale.dtype, device=hidden.device)
         each = torch.empty_like(nll) if options.label_smoothing or options.z_loss else nll
         dhidden = torch.empty_like(hidden) if want_hidden else None
-        dweight = torch.zeros(weight.shape, dtype=scale.dtype, device=weight.device) if want_weight else None
+        dweight = _WideSum(weight, scale.dtype) if want_weight else None
         for start in range(0, hidden.shape[0], options.chunk_tokens):
-            part = slice(start, start + options.chunk_tokens)
-            h, y = hidden[part], labels[part, None]
-            s = scale[part, None] if scale.ndim else scale
-            # The chunk's logits live inside of this call only: they are gone before the next chunk's are made.
-            nll_part, each_part, dlogits = _chunk(h, weight, y, s, options, want_hidden or want_weight)
-            nll[part] = nll_part.squeeze(1)
-            if each is not nll:
-                each[part] = each_part.squeeze(1)
-            if dlogits is None:
-                continue
+            h = hidden[start : start + options.chunk_tokens]
+            z = h @ weight.t()
+            for rows, block in _blocks(start, z, scale.dtype, options):
+                s = scale[rows, None] if scale.ndim else scale
+                nll_part, each_part = _block(block, labels[rows, None], s, options, want_hidden or want_weight)
+                nll[rows] = nll_part.squeeze(1)
+                if each is not nll:
+                    each[rows] = each_part.squeeze(1)
+            # z is dz⁰ now, if a gradient is wanted.
             if dhidden is not None:
-                torch.mm(dlogits, weight, out=dhidden[part])
+                torch.mm(z, weight, out=dhidden[start : start + options.chunk_tokens])
             if dweight is not None:
-                add_product_(dweight, dlogits.t(), h)
-            del dlogits
-        ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
+                dweight.add_product_(z.t(), h)
+            del z, block  # or this chunk's logits would still be there while the next one's are made
+        ctx.save_for_backward(dhidden, None if dweight is None else dweight.rounded())
         ctx.mark_non_differentiable(nll)
         return (each * scale).where(labels != IGNORE, 0).sum(), nll
 
@@ -257,29 +259,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, *(None,) * 4)
 
 
-def _chunk(
-    h: Tensor, weight: Tensor, y: Tensor, s: Tensor, options: LossOptions, grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """h [C,D], weight [R,D], labels y [C,1], scale s [] or [C,1] -> nll [C,1], l [C,1] (each token's addend of the
-    loss before its scale), dz⁰ [C,R] in weight's dtype. One buffer serves for z, softmax and dz⁰."""
+def _blocks(start: int, z: Tensor, wide: torch.dtype, options: LossOptions) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of a chunk's logits, each with the rows of the batch it is of, so small that wide copies cost no memory to
+    speak of, and so large that the device is busy. One part where there is no copy, or where each costs collectives."""
+    count, rows = z.shape
+    step = count if z.dtype == wide or options.group is not None else max(1, BLOCK_ELEMENTS // rows)
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        yield slice(start + first, start + last), z[first:last]
+
+
+def _block(logits: Tensor, y: Tensor, s: Tensor, options: LossOptions, grad: bool) -> tuple[Tensor, Tensor]:
+    """logits z⁰ [T,R] as the product gave them, labels y [T,1], scale s [] or [T,1] -> nll [T,1] and l [T,1] in s's
+    dtype. With grad, dz⁰ takes the place of z⁰; without, anything may."""
     smoothing, group, vocab = options.label_smoothing, options.group, options.vocab_size
-    rows = weight.shape[0]
+    rows = logits.shape[1]
     tokens = rows if vocab is None else min(max(vocab - options.vocab_start, 0), rows)
     scored = y != IGNORE
     target = y - options.vocab_start
     own = scored if group is None else scored & (target >= 0) & (target < tokens)
     target = target.where(own, 0)
-    z, slope = (h @ weight.t()).to(s.dtype), None
+    z, slope = logits, None
     if options.softcap:
-        slope = z.div_(options.softcap).tanh_()
+        slope = logits.to(s.dtype).div_(options.softcap).tanh_()
         z = slope * options.softcap if grad else slope.mul_(options.softcap)
     if tokens < rows:
         z[:, tokens:].fill_(-torch.inf)
 
-    top = z.amax(-1, keepdim=True)
+    top = z.amax(-1, keepdim=True).to(s.dtype)
     if group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
-    z.sub_(top)
+    z = z.sub_(top) if z.dtype == s.dtype else z - top
     sums = [z.gather(1, target).where(own, 0)]
     if smoothing:
         sums.append(z[:, :tokens].sum(-1, keepdim=True))
@@ -300,18 +310,59 @@ def _chunk(
         lse = top + log_total
         each = each + options.z_loss * lse.square()
     if not grad:
-        return nll, each, None
+        return nll, each
 
-    # From here on z is dz. A row whose target lies with another rank subtracts nothing here, from its column 0.
+    # A row whose target lies with another rank subtracts nothing here, from its column 0.
     weighted = s.where(scored, 0)
-    z.mul_(weighted / total if not options.z_loss else weighted / total * (1 + 2 * options.z_loss * lse))
+    factor = weighted / total if not options.z_loss else weighted / total * (1 + 2 * options.z_loss * lse)
+    onehot = (weighted if not smoothing else weighted * (1 - smoothing)).where(own, 0)
+    if not smoothing and slope is None:  # one pass multiplies, and rounds where logits are narrow
+        at_target = z.gather(1, target) * factor - onehot
+        torch.mul(z, factor, out=logits)
+        logits.scatter_(1, target, at_target.to(logits.dtype))
+        return nll, each
+    z.mul_(factor)
     if smoothing:
         z[:, :tokens].sub_(weighted * evenly)
-    onehot = weighted if not smoothing else weighted * (1 - smoothing)
-    z.scatter_(1, target, z.gather(1, target) - onehot.where(own, 0))
+    z.scatter_(1, target, z.gather(1, target) - onehot)
     if slope is not None:
-        z.addcmul_(z, slope.square_(), value=-1)
-    return nll, each, z.to(weight.dtype)
+        torch.addcmul(z, z, slope.square_(), value=-1, out=logits)
+    else:
+        logits.copy_(z)
+    return nll, each
+
+
+class _WideSum:
+    """A sum of products in the shape of ``weight`` [R,D], held in a wider dtype and then rounded to weight's, in the
+    memory of the wide one alone.
+
+    The rows are in as many tensors as a wide number has times the bytes of a narrow one (2 for bf16), so the first is
+    as large as the whole result: rounding puts the result there, and the others are free.
+    """
+
+    def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
+        self.shape, self.dtype = weight.shape, weight.dtype
+        step = -(-weight.shape[0] // (wide.itemsize // weight.dtype.itemsize))
+        self.parts = [torch.zeros(w.shape, dtype=wide, device=w.device) for w in weight.split(step)]
+
+    def add_product_(self, a: Tensor, b: Tensor) -> None:
+        """Add a [R,K] times b [K,D]."""
+        for part, rows in zip(self.parts, a.split(self.parts[0].shape[0]), strict=True):
+            add_product_(part, rows, b)
+
+    def rounded(self) -> Tensor:
+        """The sum in weight's dtype. Afterwards this object is empty."""
+        if self.parts[0].dtype == self.dtype:
+            return self.parts.pop()
+        out = self.parts[0].view(self.dtype).flatten()[: self.shape.numel()].view(self.shape)
+        row = 0
+        while self.parts:
+            # Row i goes to where row i / 2 was, which has been read. Each block is rounded elsewhere before it goes.
+            part = self.parts.pop(0)
+            for block in part.split(max(1, -(-part.shape[0] // 16))):
+                out[row : row + block.shape[0]] = block.to(self.dtype)
+                row += block.shape[0]
+        return out
 
 
 def all_logits(hidden: Tensor, weight: Tensor, options: LossOptions) -> Tensor:
