@@ -10,10 +10,11 @@ import sys
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
+
 from kforge_model import ModelConfig
 from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, family_of
 from kforge_model.hf.families import COMPUTED, FREE
-from transformers import AutoConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
