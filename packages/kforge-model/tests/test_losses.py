@@ -335,3 +335,16 @@ def test_a_label_that_is_padding_is_seen(loss_of: Loss) -> None:
     except (IndexError, RuntimeError):
         return
     assert not loss.isfinite()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_blocks_within_a_chunk_change_no_bit(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    import kforge_model.losses as losses
+
+    hidden, weight, labels, scales = case(torch.bfloat16)
+    found = []
+    for elements in (losses.BLOCK_ELEMENTS, 5 * 11):
+        monkeypatch.setattr(losses, "BLOCK_ELEMENTS", elements)
+        loss, nll = linear_cross_entropy(hidden, weight, labels, scales, chunk_tokens=12, **options)
+        found.append((loss.detach(), nll, *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -45,8 +45,8 @@ from kforge_model._torch import add_product_
 from kforge_model.registry import LOSSES
 
 IGNORE = -100
-BLOCK_ELEMENTS = 2**25
-"""Logits that are float32 at one time where the head is in a narrower dtype: 134 MB."""
+BLOCK_ELEMENTS = 2**26
+"""Logits that are float32 at one time where the head is in a narrower dtype: 268 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
