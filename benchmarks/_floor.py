@@ -33,7 +33,7 @@ import torch
 from _rows import Row, document_lengths
 from torch import Tensor
 
-from kforge_model import ModelConfig, Rows, SdpaCore, model_shape
+from kforge_model import AttentionCore, ModelConfig, Rows, model_shape
 
 
 def median_seconds(
@@ -73,11 +73,13 @@ def median_seconds(
     return [statistics.median(times[i :: len(works)]) for i in range(len(works))]
 
 
-def products(tokens: int, sizes: list[tuple[int, int]], device: torch.device) -> Callable[[], None]:
-    """Forward, dgrad and wgrad of linears [N,K] on ``tokens`` rows, in bf16, one after the other."""
+def products(
+    tokens: int, sizes: list[tuple[int, int]], device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], None]:
+    """Forward, dgrad and wgrad of linears [N,K] on ``tokens`` rows, one after the other."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+        return torch.randn(shape, device=device, dtype=dtype)
 
     inputs = {k: normal(tokens, k) for _, k in sizes}
     outputs = {n: normal(tokens, n) for n, _ in sizes}
@@ -93,6 +95,12 @@ def products(tokens: int, sizes: list[tuple[int, int]], device: torch.device) ->
     return work
 
 
+def block_products(config: ModelConfig) -> list[tuple[int, int]]:
+    """The linears [N,K] of a block of Llama's kind: q, k and v in one, output, gate and up in one, down."""
+    q, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
+    return [(q + 2 * kv, config.dim), (config.dim, q), (2 * config.ffn_size, config.dim), (config.dim, config.ffn_size)]
+
+
 def attention(row: Row, config: ModelConfig, device: torch.device) -> Callable[[], None]:
     """Forward and backward of the model's attention core on one microbatch."""
     batch, seq, size = row.microbatch_rows, row.row_tokens, config.head_size
@@ -106,7 +114,7 @@ def attention(row: Row, config: ModelConfig, device: torch.device) -> Callable[[
         for heads in (config.n_heads, config.kv_heads, config.kv_heads)
     )
     upstream = torch.randn(batch, seq, config.n_heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)
-    core = SdpaCore(size)
+    core = AttentionCore(config)
     rows = core.prepare(rows, torch.bfloat16)
     return lambda: torch.autograd.grad(core(q, k, v, rows), (q, k, v), upstream) and None
 
@@ -143,7 +151,7 @@ def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, An
     chunk = min(tokens, config.loss_chunk_tokens)
     least_s = 0.001 if small else 0.1
 
-    block = [(q, dim), (kv, dim), (kv, dim), (dim, q), (ffn, dim), (ffn, dim), (dim, ffn)]
+    block = block_products(config)
     layer_bytes = 2 * tokens * (16 * dim + 4 * (q + kv) + 8 * ffn)
     layer = [products(tokens, block, device), attention(row, config, device), copy(layer_bytes // 2, device)]
     block_s, attention_s, layer_copy_s = median_seconds(layer, device, 15 * least_s)

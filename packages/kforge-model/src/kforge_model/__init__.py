@@ -28,9 +28,17 @@ if TYPE_CHECKING:
     from kforge_model.generation import generate as generate
     from kforge_model.generation import sample as sample
     from kforge_model.head_loss import HeadLoss as HeadLoss
-    from kforge_model.head_loss import linear_cross_entropy as linear_cross_entropy
+    from kforge_model.hf.configs import config_from_hf as config_from_hf
+    from kforge_model.hf.configs import config_to_hf as config_to_hf
+    from kforge_model.hf.configs import family_of as family_of
+    from kforge_model.hf.configs import find_family as find_family
+    from kforge_model.hf.weights import from_hf as from_hf
+    from kforge_model.hf.weights import to_hf as to_hf
     from kforge_model.init import init_normal_ as init_normal_
     from kforge_model.linear import StackedLinear as StackedLinear
+    from kforge_model.losses import LossOptions as LossOptions
+    from kforge_model.losses import cross_entropy as cross_entropy
+    from kforge_model.losses import linear_cross_entropy as linear_cross_entropy
     from kforge_model.mla import LatentAttention as LatentAttention
     from kforge_model.mlp import GatedMLP as GatedMLP
     from kforge_model.mlp import PlainMLP as PlainMLP
@@ -66,6 +74,7 @@ _HOME = {
     "LOSSES": "registry",
     "LatentAttention": "mla",
     "LayerNorm": "norm",
+    "LossOptions": "losses",
     "MLPS": "registry",
     "MODELS": "registry",
     "ModelConfig": "config",
@@ -80,12 +89,18 @@ _HOME = {
     "Transformer": "transformer",
     "build_model": "transformer",
     "check_parts": "transformer",
+    "config_from_hf": "hf.configs",
+    "config_to_hf": "hf.configs",
+    "cross_entropy": "losses",
     "depth_config": "presets",
+    "family_of": "hf.configs",
+    "find_family": "hf.configs",
     "flops_per_token": "flops",
+    "from_hf": "hf.weights",
     "fuse": "exchange",
     "generate": "generation",
     "init_normal_": "init",
-    "linear_cross_entropy": "head_loss",
+    "linear_cross_entropy": "losses",
     "model_shape": "flops",
     "num_parameters": "flops",
     "preset": "presets",
@@ -93,6 +108,7 @@ _HOME = {
     "rope_frequencies": "rope",
     "sample": "generation",
     "separate": "exchange",
+    "to_hf": "hf.weights",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
