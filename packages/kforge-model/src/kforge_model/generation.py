@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, overload
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from kforge_model.cache import KVCache
 from kforge_model.core import document_ids
 from kforge_model.losses import IGNORE
+from kforge_model.modes import evaluating
 from kforge_model.rows import Rows
 from kforge_model.sampling import check_sampling, sample
 from kforge_model.transformer import Transformer
@@ -67,7 +67,7 @@ def stream(
 
     Ends after max_new_tokens steps, or when every row has ended. Runs in eval mode without gradients, and restores
     the mode of every submodule when it ends or is closed. Waits for the device once a token if there are stop_tokens,
-    else never.
+    and otherwise in no step.
 
     Raises ValueError when the longest prompt and the new tokens exceed the model's max_seq_len, a prompt is empty, or
     a setting means nothing.
@@ -198,18 +198,6 @@ def score(model: Transformer, ids: Tensor, rows: Rows | None = None) -> Tensor:
     scores = torch.zeros_like(nll)
     scores[:, 1:] = -nll[:, :-1]
     return scores
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; the mode of every submodule as before after it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _device_of(model: nn.Module) -> torch.device:

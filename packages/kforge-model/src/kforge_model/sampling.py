@@ -61,7 +61,7 @@ def sample(
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # the largest is 0, however low the temperature
     if not top_k and top_p == 1 and min_p == 0:
-        return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+        return _draw(scores.softmax(-1), generator)
     scores, ids = scores.sort(dim=-1, descending=True, stable=True)
     if top_k:
         scores, ids = scores[:, :top_k], ids[:, :top_k]
@@ -72,7 +72,17 @@ def sample(
     if min_p > 0:
         drop |= p < min_p * p[:, :1]
     drop[:, 0] = False
-    return ids.gather(1, torch.multinomial(p.masked_fill(drop, 0.0), 1, generator=generator)).squeeze(1)
+    return ids.gather(1, _draw(p.masked_fill(drop, 0.0), generator)[:, None]).squeeze(1)
+
+
+def _draw(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    """An index of each row of p [B,N], as likely as p says; p need not sum to 1.
+
+    The least of independent exponential variables with rates p is the i-th with probability p_i / Σp. That is what
+    torch.multinomial computes, but on CUDA it waits for the device first, to see that p is sound.
+    """
+    waits = torch.empty_like(p).exponential_(generator=generator).clamp_(min=torch.finfo(p.dtype).tiny)
+    return (p / waits).argmax(-1)
 
 
 def _penalise(logits: Tensor, penalty: float, seen: Tensor, seen_mask: Tensor | None) -> Tensor:
