@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,7 +87,8 @@ def test_core_forward_and_backward(dtype: torch.dtype, tolerance: float, kv: int
     inputs = qkv(dtype, kv)
     core = core_of()
     prepared = core.prepare(rows, dtype)
-    with Ops() as ops:
+    ops = Ops()
+    with nullcontext() if dtype == torch.float32 else ops:  # flex does not compile inside a dispatch mode
         got = core(*inputs, prepared)
     right = reference(*inputs, rows)
     upstream = torch.randn_like(got)
@@ -115,14 +117,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "packed", "compiled"),
+    [
+        *((name, torch.bfloat16, True, False) for name in OPTIONS),
+        ("window", torch.bfloat16, False, True),
+        ("all", torch.bfloat16, False, False),
+        ("all", torch.float32, True, False),
+        ("all", torch.bfloat16, True, True),
+    ],
+)
 def test_windows_soft_caps_and_sinks(name: str, dtype: torch.dtype, packed: bool, compiled: bool) -> None:
     torch.compiler.reset()
     options = OPTIONS[name]
-    core = core_of(window=options.get("window"), **options)
+    core = core_of(**options)
     rows = padded(Rows.packed(LENGTHS, "cuda")) if packed else Rows.plain(3, 512, "cuda")
     kernel = core.kernel(rows, rows.position_ids.device, dtype)
     assert kernel == ("varlen" if name == "window" and dtype == torch.bfloat16 else "flex")
@@ -244,6 +252,10 @@ def test_block_compiles_into_one_graph(packed: bool, options: dict[str, Any]) ->
 
 HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "padding": {"vocab_size": 4999},
+    "softcap": {"softcap": 5.0},
+    "label_smoothing": {"label_smoothing": 0.1, "vocab_size": 4999},
+    "z_loss": {"z_loss": 0.05},
     "all": {"vocab_size": 4999, "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3},
 }
 
@@ -285,7 +297,7 @@ def test_chunked_loss_never_waits_and_holds_one_chunk(options: dict[str, Any]) -
             linear_cross_entropy(hidden, weight, labels, scale, chunk_tokens=chunk, **options)[0].backward()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    logits = chunk * rows * (2 + 4 + (4 if "softcap" in options else 0))  # so small a chunk is float32 at one time
+    logits = chunk * rows * 2
     weights = rows * dim * 4  # the gradient, rounded in place
     others = tokens * dim * (2 + 2) + tokens * 8 * 4
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * (logits + weights + others)
@@ -312,6 +324,5 @@ def test_generation_equals_cpu_in_float64_and_runs_in_bf16() -> None:
     model.bfloat16()
     drawn = []
     for _ in range(2):
-        generator = torch.Generator("cuda").manual_seed(1)
-        drawn.append(generate(model, prompt.cuda(), 20, temperature=0.8, top_k=50, top_p=0.9, generator=generator))
+        drawn.append(generate(model, prompt.cuda(), 20, temperature=0.8, top_k=50, top_p=0.9, seed=1))
     assert torch.equal(drawn[0], drawn[1]) and drawn[0].shape == (2, 29)

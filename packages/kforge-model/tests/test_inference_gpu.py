@@ -9,8 +9,8 @@ import torch
 
 from kforge_model import ModelConfig, Transformer
 from kforge_model.cache import KVCache
-from kforge_model.capture import attention_weights, capture
 from kforge_model.generation import generate, score, stream
+from kforge_model.points import attention_weights, capture
 from kforge_model.qk_clip import max_logits
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kforge_model import ModelConfig, Rows, Transformer, qk_clip
-from kforge_model.capture import capture
+from kforge_model.points import capture
 from kforge_model.qk_clip import max_logits, scale_qk
 from kforge_testing import run_ranks
 

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from kforge_model.core import AttentionCore as AttentionCore
     from kforge_model.exchange import fuse as fuse
     from kforge_model.exchange import separate as separate
+    from kforge_model.extraction import extract as extract
     from kforge_model.flops import flops_per_token as flops_per_token
     from kforge_model.flops import model_shape as model_shape
     from kforge_model.flops import num_parameters as num_parameters
+    from kforge_model.generation import NO_TOKEN as NO_TOKEN
     from kforge_model.generation import generate as generate
-    from kforge_model.generation import sample as sample
+    from kforge_model.generation import score as score
+    from kforge_model.generation import stream as stream
     from kforge_model.head_loss import HeadLoss as HeadLoss
     from kforge_model.hf.configs import config_from_hf as config_from_hf
     from kforge_model.hf.configs import config_to_hf as config_to_hf
@@ -44,10 +47,15 @@ if TYPE_CHECKING:
     from kforge_model.mlp import PlainMLP as PlainMLP
     from kforge_model.norm import LayerNorm as LayerNorm
     from kforge_model.norm import RMSNorm as RMSNorm
+    from kforge_model.points import attention_weights as attention_weights
+    from kforge_model.points import capture as capture
+    from kforge_model.points import find_points as find_points
     from kforge_model.presets import PRESETS as PRESETS
     from kforge_model.presets import depth_config as depth_config
     from kforge_model.presets import preset as preset
     from kforge_model.presets import preset_values as preset_values
+    from kforge_model.qk_clip import max_logits as max_logits
+    from kforge_model.qk_clip import scale_qk as scale_qk
     from kforge_model.registry import ATTENTION_CORES as ATTENTION_CORES
     from kforge_model.registry import LOSSES as LOSSES
     from kforge_model.registry import MLPS as MLPS
@@ -57,6 +65,7 @@ if TYPE_CHECKING:
     from kforge_model.rope import Rotary as Rotary
     from kforge_model.rope import rope_frequencies as rope_frequencies
     from kforge_model.rows import Rows as Rows
+    from kforge_model.sampling import sample as sample
     from kforge_model.transformer import Transformer as Transformer
     from kforge_model.transformer import build_model as build_model
     from kforge_model.transformer import check_parts as check_parts
@@ -79,6 +88,7 @@ _HOME = {
     "MODELS": "registry",
     "ModelConfig": "config",
     "NORMS": "registry",
+    "NO_TOKEN": "generation",
     "PRESETS": "presets",
     "PlainMLP": "mlp",
     "RMSNorm": "norm",
@@ -87,27 +97,35 @@ _HOME = {
     "Rows": "rows",
     "StackedLinear": "linear",
     "Transformer": "transformer",
+    "attention_weights": "points",
     "build_model": "transformer",
+    "capture": "points",
     "check_parts": "transformer",
     "config_from_hf": "hf.configs",
     "config_to_hf": "hf.configs",
     "cross_entropy": "losses",
     "depth_config": "presets",
+    "extract": "extraction",
     "family_of": "hf.configs",
     "find_family": "hf.configs",
+    "find_points": "points",
     "flops_per_token": "flops",
     "from_hf": "hf.weights",
     "fuse": "exchange",
     "generate": "generation",
     "init_normal_": "init",
     "linear_cross_entropy": "losses",
+    "max_logits": "qk_clip",
     "model_shape": "flops",
     "num_parameters": "flops",
     "preset": "presets",
     "preset_values": "presets",
     "rope_frequencies": "rope",
-    "sample": "generation",
+    "sample": "sampling",
+    "scale_qk": "qk_clip",
+    "score": "generation",
     "separate": "exchange",
+    "stream": "generation",
     "to_hf": "hf.weights",
 }
 

@@ -58,15 +58,18 @@ def local_box(tensor: DTensor) -> tuple[Tensor, tuple[int, ...]]:
     return local, tuple(offset)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b`` where the product is not rounded to a's dtype first if the device can avoid it.
+def add_product_(total: Tensor, a: Tensor, b: Tensor, *, begun: bool = True) -> None:
+    """``total += a @ b`` where the product is not rounded to a's dtype first if the device can avoid it. Not begun:
+    ``total = a @ b``, whatever lay there.
 
     total [M,N] fp32 or wider, a [M,K], b [K,N]. ``torch.addmm(..., out_dtype=)`` is public but exists on CUDA only;
     elsewhere each product is rounded once to a's dtype and the sum over chunks stays wide.
     """
     if a.dtype == total.dtype:
-        torch.addmm(total, a, b, out=total)
+        torch.addmm(total, a, b, beta=int(begun), out=total)  # with beta 0 the total is not read, be it NaN
     elif a.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
+        torch.addmm(total, a, b, beta=int(begun), out_dtype=torch.float32, out=total)
+    elif begun:
         total.add_(a @ b)
+    else:
+        total.copy_(a @ b)

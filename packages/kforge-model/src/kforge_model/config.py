@@ -126,7 +126,7 @@ class ModelConfig:
     loss: str = "linear_cross_entropy"
     """linear_cross_entropy (head and loss in one, a part of the tokens at a time), cross_entropy (from all logits), or
     one that a package adds (entry point `kforge.losses`)."""
-    loss_chunk_tokens: int = 4096
+    loss_chunk_tokens: int = 2048
     """Tokens whose logits exist at one time in linear_cross_entropy. Smaller: less memory; the loss is the same."""
     label_smoothing: float = 0.0
     """Share of the target's probability that is spread evenly over the vocabulary."""

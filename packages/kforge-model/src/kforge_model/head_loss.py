@@ -29,7 +29,7 @@ class HeadLoss(nn.Module):
         self,
         dim: int,
         vocab_size: int,
-        chunk_tokens: int = 4096,
+        chunk_tokens: int = 2048,
         *,
         rows: int | None = None,
         loss: str = "linear_cross_entropy",

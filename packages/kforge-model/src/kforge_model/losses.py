@@ -31,8 +31,11 @@ all of them takes in backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -55,7 +58,7 @@ class LossOptions:
 
     vocab_size: int | None = None
     """Tokens of the whole vocabulary; rows of the head beyond are padding. None: every row is a token."""
-    chunk_tokens: int = 4096
+    chunk_tokens: int = 2048
     """Tokens whose logits exist at one time, for a loss that works in chunks."""
     softcap: float = 0.0
     """Bound of the logits. 0: none."""
@@ -92,7 +95,7 @@ def linear_cross_entropy(
     labels: Tensor,
     scale: Tensor | float,
     *,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int = 2048,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
@@ -233,20 +236,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if want_hidden else None
         dweight = _WideSum(weight, scale.dtype) if want_weight else None
         for start in range(0, hidden.shape[0], options.chunk_tokens):
-            h = hidden[start : start + options.chunk_tokens]
-            z = h @ weight.t()
-            for rows, block in _blocks(start, z, scale.dtype, options):
-                s = scale[rows, None] if scale.ndim else scale
-                nll_part, each_part = _block(block, labels[rows, None], s, options, want_hidden or want_weight)
-                nll[rows] = nll_part.squeeze(1)
-                if each is not nll:
-                    each[rows] = each_part.squeeze(1)
+            chunk = slice(start, start + options.chunk_tokens)
+            z = hidden[chunk] @ weight.t()
+            s = scale[chunk] if scale.ndim else scale
+            _rows(z, labels[chunk], s, nll[chunk], each[chunk], options, want_hidden or want_weight)
             # z is dz⁰ now, if a gradient is wanted.
             if dhidden is not None:
-                torch.mm(z, weight, out=dhidden[start : start + options.chunk_tokens])
+                torch.mm(z, weight, out=dhidden[chunk])
             if dweight is not None:
-                dweight.add_product_(z.t(), h)
-            del z, block  # or this chunk's logits would still be there while the next one's are made
+                dweight.add_product_(z.t(), hidden[chunk])
+            del z  # or this chunk's logits would still be there while the next one's are made
         ctx.save_for_backward(dhidden, None if dweight is None else dweight.rounded())
         ctx.mark_non_differentiable(nll)
         return (each * scale).where(labels != IGNORE, 0).sum(), nll
@@ -259,14 +258,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, *(None,) * 4)
 
 
-def _blocks(start: int, z: Tensor, wide: torch.dtype, options: LossOptions) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of a chunk's logits, each with the rows of the batch it is of, so small that wide copies cost no memory to
-    speak of, and so large that the device is busy. One part where there is no copy, or where each costs collectives."""
+def _rows(z: Tensor, y: Tensor, s: Tensor, nll: Tensor, each: Tensor, options: LossOptions, grad: bool) -> None:
+    """Write nll [T] and l [T] (each, which may be nll) of logits z⁰ [T,R], labels y [T] and scale s [] or [T].
+
+    With grad, dz⁰ takes the place of z⁰; without, anything may. One kernel on CUDA; elsewhere, in float64 and over a
+    group torch's operations, a block at a time, so small that wide copies cost no memory to speak of, and so large
+    that the device is busy. One block where there is no copy, or where each costs collectives.
+    """
+    fused = _kernel() if z.is_cuda and z.dtype != torch.float64 and options.group is None else None
+    if fused is not None:
+        tokens = z.shape[1] if options.vocab_size is None else options.vocab_size
+        also = None if each.data_ptr() == nll.data_ptr() else each
+        fused(
+            z, y, s, nll, also, tokens, options.softcap, options.label_smoothing, options.z_loss, IGNORE, grad
+        )  # fmt: skip
+        return
     count, rows = z.shape
-    step = count if z.dtype == wide or options.group is not None else max(1, BLOCK_ELEMENTS // rows)
+    step = count if z.dtype == s.dtype or options.group is not None else max(1, BLOCK_ELEMENTS // rows)
     for first in range(0, count, step):
-        last = min(first + step, count)
-        yield slice(start + first, start + last), z[first:last]
+        block = slice(first, first + step)
+        scale = s[block, None] if s.ndim else s
+        nll_part, each_part = _block(z[block], y[block, None], scale, options, grad)
+        nll[block] = nll_part.squeeze(1)
+        each[block] = each_part.squeeze(1)
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
+    """`loss_kernel.loss_rows`, or None where Triton is not installed."""
+    if find_spec("triton") is None:
+        return None
+    return import_module("kforge_model.loss_kernel").loss_rows  # type: ignore[no-any-return]
 
 
 def _block(logits: Tensor, y: Tensor, s: Tensor, options: LossOptions, grad: bool) -> tuple[Tensor, Tensor]:
@@ -343,15 +365,20 @@ class _WideSum:
     def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
         self.shape, self.dtype = weight.shape, weight.dtype
         step = -(-weight.shape[0] // (wide.itemsize // weight.dtype.itemsize))
-        self.parts = [torch.zeros(w.shape, dtype=wide, device=w.device) for w in weight.split(step)]
+        self.parts = [torch.empty(w.shape, dtype=wide, device=w.device) for w in weight.split(step)]
+        self.begun = False
 
     def add_product_(self, a: Tensor, b: Tensor) -> None:
         """Add a [R,K] times b [K,D]."""
         for part, rows in zip(self.parts, a.split(self.parts[0].shape[0]), strict=True):
-            add_product_(part, rows, b)
+            add_product_(part, rows, b, begun=self.begun)
+        self.begun = True
 
     def rounded(self) -> Tensor:
-        """The sum in weight's dtype. Afterwards this object is empty."""
+        """The sum in weight's dtype; zeros where nothing was added. Afterwards this object is empty."""
+        if not self.begun:
+            for part in self.parts:
+                part.zero_()
         if self.parts[0].dtype == self.dtype:
             return self.parts.pop()
         out = self.parts[0].view(self.dtype).flatten()[: self.shape.numel()].view(self.shape)

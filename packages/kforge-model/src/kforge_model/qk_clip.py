@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from kforge_model._torch import local_box
 from kforge_model.attention import Attention
-from kforge_model.capture import block_of, watching_attention
 from kforge_model.core import document_ids
 from kforge_model.mla import LatentAttention
 from kforge_model.modes import run_for_hooks
+from kforge_model.points import block_of, watching_attention
 from kforge_model.rows import Rows
 from kforge_model.transformer import Transformer
 

@@ -50,7 +50,6 @@ def sample(
         unused = torch.arange(tokenizer.vocab_size, config.model.vocab_size, device=device)
         model.head.register_forward_hook(only_tokens)  # type: ignore[union-attr]
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
-    generator = torch.Generator(device=device).manual_seed(seed)
     out = generate(
         model,
         torch.tensor([ids], device=device),
@@ -58,8 +57,8 @@ def sample(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        eos_id=tokenizer.eos_id,
-        generator=generator,
+        stop_tokens=(tokenizer.eos_id,),
+        seed=seed,
     )
     return tokenizer.decode(out[0].tolist(), skip_special=True)
 

@@ -21,8 +21,8 @@ from typing import IO, Any, Literal
 import torch
 from torch import Tensor
 
-from kforge_model.capture import capture, find_points
 from kforge_model.modes import evaluating, run_for_hooks
+from kforge_model.points import capture, find_points
 from kforge_model.rows import Rows
 from kforge_model.transformer import Transformer
 

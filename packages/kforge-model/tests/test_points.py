@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kforge_model import ModelConfig, Rows, Transformer
-from kforge_model.capture import attention_weights, capture, find_points
 from kforge_model.generation import generate
+from kforge_model.points import attention_weights, capture, find_points
 from kforge_model.rope import Rotary, rope_frequencies
 
 MLA = {"attention": "mla", "kv_lora_rank": 12, "head_dim": 12, "rope_dim": 4}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kforge_model import ModelConfig, Rows, Transformer
-from kforge_model.capture import capture
-from kforge_model.extract import extract
+from kforge_model.extraction import extract
+from kforge_model.points import capture
 
 POINTS = ["layers.*.mlp", "norm"]
 
