@@ -153,6 +153,8 @@ def test_a_loss_and_a_model_are_trained(tokens, tmp_path, package):
         assert losses[12] < losses[1] - 0.3, name
     (trained,) = values(tmp_path / "kind", "loss", "eval").values()
     assert f"{trained:.4f} nats/token" in typed(package, [*KFORGE, "eval", tmp_path / "kind"])
+    said = typed(package, [*KFORGE, "generate", tmp_path / "kind", "--prompt", "x"], code=2)
+    assert "model.kind = 'bigram' is no Transformer" in said
 
 
 @pytest.mark.parametrize(

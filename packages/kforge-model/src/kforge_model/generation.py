@@ -69,8 +69,8 @@ def stream(
     the mode of every submodule when it ends or is closed. Waits for the device once a token if there are stop_tokens,
     and otherwise in no step.
 
-    Raises ValueError when the longest prompt and the new tokens exceed the model's max_seq_len, a prompt is empty, or
-    a setting means nothing.
+    Raises ValueError when the longest prompt and the new tokens exceed the model's max_seq_len, a prompt is empty, a
+    setting means nothing, or an attention core of the user's own has no ``cached``.
     """
     given = _read(prompts, _device_of(model))
     longest = given.ids.shape[1]
@@ -91,6 +91,13 @@ def stream(
         "repetition_penalty": repetition_penalty,
     }
     check_sampling(**settings)
+    for name, block in model.layers.items():
+        core = block.attn.core  # type: ignore[union-attr]
+        if not hasattr(core, "cached"):
+            raise ValueError(
+                f"the attention core of layers.{name}, {type(core).__name__}, has no method "
+                "cached(q, k, v, mask, sinks), which attends over what a cache holds; give it one"
+            )
     chunk = longest if prefill_chunk is None else prefill_chunk
     return _steps(model, given, max_new_tokens, settings, tuple(stop_tokens), seed, chunk)
 

@@ -1,6 +1,6 @@
 """The plan of a model: which word of tensor parallelism each module or parameter goes by, as plain data.
 
-``{"layers.*.attn.wq": "colwise"}``: a dotted name, in which ``*`` stands for one part, and a word. With n ranks:
+``{"layers.*.attn.wo": "rowwise"}``: a dotted name, in which ``*`` stands for one part, and a word. With n ranks:
 
     word             weights                          what it computes
     ---------------- -------------------------------- ------------------------------------------------------------

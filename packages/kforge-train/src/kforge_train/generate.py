@@ -26,18 +26,20 @@ def sample(
     """The prompt and what the run's newest weights (or those of ``step``) make of it, on one device."""
     from kforge_ckpt import Checkpointer
     from kforge_data import Tokenizer
-    from kforge_model import build_model, generate
+    from kforge_model import Transformer, build_model, generate
     from kforge_parallel import choose_device, find_world
     from kforge_train.build import checkpoint_dir
     from kforge_train.saved import load_run
 
     config = load_run(run_dir)
+    with torch.device("meta"):
+        model = build_model(config.model)
+    if not isinstance(model, Transformer):
+        raise ConfigError(f"model.kind = {config.model.kind!r} is no Transformer, whose cache `kforge generate` uses")
     if not config.data.tokenizer:
         raise ConfigError(f"the run {run_dir} names no tokenizer (data.tokenizer), so its tokens are no text")
     tokenizer = Tokenizer.load(config.data.tokenizer)
     device = choose_device(config.parallel, replace(find_world({}), local_rank=0))
-    with torch.device("meta"):
-        model = build_model(config.model)
     model.to_empty(device=device)
     model.init_weights(config.train.seed)  # ties, and what no checkpoint holds
     if Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step) is None:
@@ -48,7 +50,8 @@ def sample(
             return logits.index_fill(-1, unused, -torch.inf)
 
         unused = torch.arange(tokenizer.vocab_size, config.model.vocab_size, device=device)
-        model.head.register_forward_hook(only_tokens)  # type: ignore[union-attr]
+        assert model.head is not None
+        model.head.register_forward_hook(only_tokens)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     out = generate(
         model,
