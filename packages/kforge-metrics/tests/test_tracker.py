@@ -211,6 +211,15 @@ def test_the_loss_scale_is_that_of_the_last_step_where_there_is_one() -> None:
     assert "loss_scale" not in after.steps()[-1] and after.steps()[-1]["steps"] == 2
 
 
+def test_further_numbers_are_those_of_the_last_step() -> None:
+    tracker, sink, _ = make(every_steps=2)
+    for step in range(1, 6):
+        more = {"a": torch.tensor(float(step)), "b/0": torch.tensor(10 * step)} if step < 5 else None
+        tracker.step(step, tokens=10, loss=1.0, more=more)
+    tracker.flush()
+    assert [(event.get("a"), event.get("b/0")) for event in sink.steps()] == [(2.0, 20.0), (4.0, 40.0), (None, None)]
+
+
 def test_waiting_for_data_is_counted_by_itself() -> None:
     tracker, sink, clock = make(every_steps=5)
     for step in range(1, 11):

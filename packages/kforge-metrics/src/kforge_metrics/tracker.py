@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,9 @@ class _Due:
     table: Tensor
     copied: torch.cuda.Event | None
     values: dict[str, Any]
+    more: Tensor | None
+    """[n], on its way to the host as the table is; its names are in more_names."""
+    more_names: list[str]
 
 
 class Tracker:
@@ -91,7 +94,7 @@ class Tracker:
       where not known: no time passed, no FLOPs given, unknown device.
     - ``lr`` of the last step, ``steps``, ``skipped`` of the interval; ``tokens_total`` and ``skipped_total`` of the
       run; ``peak_memory_bytes`` of this process's device in the interval; ``loss_scale`` of the last step, where the
-      loss is scaled.
+      loss is scaled; and what `step` was given as ``more`` for the last step.
 
     **Time.** Throughput is that of the interval alone: tokens of its steps over its time, whatever the run had done
     before a restart. Time inside `pause` does not count. The first step of a process, which compiles and allocates,
@@ -148,6 +151,7 @@ class Tracker:
         self._due: _Due | None = None
         self._lr: float | None = None
         self._has_norm, self._has_scale = False, False
+        self._more: Mapping[str, Tensor] = {}
         self._pauses, self._pause_started = 0, 0.0
         self._paused_s, self._waited_s = 0.0, 0.0
         self._fresh = True
@@ -165,14 +169,16 @@ class Tracker:
         gate: float | Tensor = 1.0,
         scored_tokens: int | Tensor | None = None,
         loss_scale: float | Tensor | None = None,
+        more: Mapping[str, Tensor] | None = None,
     ) -> None:
         """One optimizer step was given to the device; never waits for it.
 
         next_step: steps done now (1 after the first). tokens: of the whole global batch. loss: its global mean over
         scored tokens. norm: global gradient norm before clipping. lr: rate of this step. gate: 1, or 0 when the
         step was skipped and changed no weight. scored_tokens: the loss's denominator, and so its weight in the mean; by
-        default ``tokens``. loss_scale: what the loss was multiplied by for backward (float16). Tensors are
-        0-dim of any dtype; they are copied, and may be overwritten afterwards.
+        default ``tokens``. loss_scale: what the loss was multiplied by for backward (float16). more: further numbers by
+        name, on the tracker's device; the event has those of its last step. Tensors are 0-dim of any dtype; they are
+        copied, and may be overwritten afterwards, but for those of more.
         """
         self._send_due()
         if self._interval.rows == self.every_steps:
@@ -193,6 +199,7 @@ class Tracker:
         self._interval.rows += 1
         self.done_steps, self._lr = next_step, lr
         self._has_norm, self._has_scale = norm is not None, loss_scale is not None
+        self._more = more or {}
         self._interval.last = self._stamp()
         if self._fresh:
             self._fresh = False
@@ -300,13 +307,16 @@ class Tracker:
         interval = self._interval
         self._interval = _Interval(interval.last, interval.last)
         table, copied = self._buffer, None
+        more = torch.stack([value.detach().double() for value in self._more.values()]) if self._more else None
         if self._host is not None:
             table = self._host
             table.copy_(self._buffer, non_blocking=True)
+            if more is not None:
+                more = torch.empty_like(more, device="cpu", pin_memory=True).copy_(more, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self.device))
         values = {"lr": self._lr, "peak_memory_bytes": self._memory.read()}
-        self._due = _Due(self.done_steps, self._now(), interval, table, copied, values)
+        self._due = _Due(self.done_steps, self._now(), interval, table, copied, values, more, list(self._more))
         if copied is None:
             self._send_due()
 
@@ -353,6 +363,8 @@ class Tracker:
             values["loss_scale"] = rows[-1][SCALE]
         if interval.first is not None:
             values["first_step_s"] = interval.first.training_s(interval.start)
+        if due.more is not None:
+            values |= dict(zip(due.more_names, due.more.tolist(), strict=True))
         return values
 
     def _rows(self, interval: _Interval, table: Tensor) -> list[list[float]]:
