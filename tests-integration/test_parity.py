@@ -75,7 +75,7 @@ AXES = {
 def test_axes_together_equal_one_process(tokens, tmp_path, optimizer):
     """Loader, engine, guard, optimizer and evaluation on meshes of more axes; tests-integration/parity has them all."""
     changes = {"optim__name": optimizer, "optim__clip_norm": 0.05, "data__microbatch_rows": 1}
-    changes |= {"model__vocab_size": 64, "model__qk_norm": True}  # a multiple of tp
+    changes |= {"model__vocab_size": 64, "model__qk_norm": "per_head"}  # a multiple of tp
     one = run_ranks(three_steps, 1, job(tokens, tmp_path / "one", **changes), init=False)[0]
     for name, axes in AXES.items():
         config = job(tokens, tmp_path / name, **changes, **axes)
