@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from kforge_model.mla import LatentAttention as LatentAttention
     from kforge_model.mlp import GatedMLP as GatedMLP
     from kforge_model.mlp import PlainMLP as PlainMLP
+    from kforge_model.moe.exchange import LocalExchange as LocalExchange
+    from kforge_model.moe.experts import Experts as Experts
+    from kforge_model.moe.layer import MoE as MoE
+    from kforge_model.moe.router import Router as Router
+    from kforge_model.moe.router import Routing as Routing
     from kforge_model.norm import LayerNorm as LayerNorm
     from kforge_model.norm import RMSNorm as RMSNorm
     from kforge_model.points import attention_weights as attention_weights
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
     from kforge_model.registry import MLPS as MLPS
     from kforge_model.registry import MODELS as MODELS
     from kforge_model.registry import NORMS as NORMS
+    from kforge_model.registry import ROUTERS as ROUTERS
     from kforge_model.registry import Registry as Registry
     from kforge_model.rope import Rotary as Rotary
     from kforge_model.rope import rope_frequencies as rope_frequencies
@@ -77,23 +83,29 @@ _HOME = {
     "AttentionCore": "core",
     "Block": "block",
     "CachedRows": "cache",
+    "Experts": "moe.experts",
     "GatedMLP": "mlp",
     "HeadLoss": "head_loss",
     "KVCache": "cache",
     "LOSSES": "registry",
     "LatentAttention": "mla",
     "LayerNorm": "norm",
+    "LocalExchange": "moe.exchange",
     "LossOptions": "losses",
     "MLPS": "registry",
     "MODELS": "registry",
+    "MoE": "moe.layer",
     "ModelConfig": "config",
     "NORMS": "registry",
     "NO_TOKEN": "generation",
     "PRESETS": "presets",
     "PlainMLP": "mlp",
     "RMSNorm": "norm",
+    "ROUTERS": "registry",
     "Registry": "registry",
     "Rotary": "rope",
+    "Router": "moe.router",
+    "Routing": "moe.router",
     "Rows": "rows",
     "StackedLinear": "linear",
     "Transformer": "transformer",

@@ -9,9 +9,36 @@ if TYPE_CHECKING:
     from kforge_model.config import ModelConfig
 
 _COUNTS = ("vocab_size", "vocab_multiple", "dim", "n_layers", "n_heads", "max_seq_len", "loss_chunk_tokens")
-_OPTIONAL_COUNTS = ("v_head_dim", "kv_lora_rank", "q_lora_rank", "window", "rope_original_len", "mup_base_dim")
+_OPTIONAL_COUNTS = (
+    "v_head_dim",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "window",
+    "rope_original_len",
+    "mup_base_dim",
+    "expert_dim",
+)
 _ABOVE_0 = ("attn_scale", "rope_theta", "rope_theta_window", "rope_attn_factor", "norm_eps", "embed_scale", "init_std")
-_NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "mtp_depth", "mtp_weight", "z_loss")
+_NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "mtp_depth", "mtp_weight", "z_loss", "n_experts", "shared_experts")
+_OF_EXPERTS = (
+    "moe_pattern",
+    "moe_top_k",
+    "expert_dim",
+    "shared_experts",
+    "router",
+    "router_norm",
+    "router_scale",
+    "router_groups",
+    "router_top_groups",
+    "router_bias",
+    "router_bias_rate",
+    "router_bias_schedule",
+    "router_bias_warmup_steps",
+    "balance_loss",
+    "balance_over",
+    "router_z_loss",
+    "expert_capacity",
+)
 
 
 def check_model(config: ModelConfig) -> None:
@@ -34,6 +61,11 @@ def check_model(config: ModelConfig) -> None:
     _check_latents(config)
     _check_window(config)
     _check_rope(config)
+    if config.n_experts:
+        _check_experts(config)
+        _check_balance(config)
+    else:
+        _check_dense(config)
 
 
 def _check_heads(config: ModelConfig) -> None:
@@ -129,3 +161,86 @@ def _check_rope(config: ModelConfig) -> None:
         )
     if not math.isfinite(factor):
         raise ValueError(f"model.rope_factor = {factor} must be finite")
+
+
+def _check_dense(config: ModelConfig) -> None:
+    """Without experts nothing is said of them: a field that means nothing is a mistake."""
+    for name in _OF_EXPERTS:
+        value, default = getattr(config, name), config.__dataclass_fields__[name].default
+        if value != default:
+            raise ValueError(
+                f"model.{name} = {value!r} is for experts, and model.n_experts = 0; set n_experts, or leave it out"
+            )
+
+
+def _check_experts(config: ModelConfig) -> None:
+    experts, groups = config.n_experts, config.router_groups
+    if not 1 <= config.moe_top_k <= experts:
+        raise ValueError(
+            f"model.moe_top_k = {config.moe_top_k} must be at least 1 and at most n_experts = {experts}: a token goes "
+            "to so many different experts"
+        )
+    if not config.moe_pattern or set(config.moe_pattern) - set("MD"):
+        raise ValueError(
+            f"model.moe_pattern = {config.moe_pattern!r} must be of the letters M (with experts) and D (dense), as in "
+            "'DMMM'"
+        )
+    if not any(config.has_experts(layer) for layer in range(config.n_layers)):
+        raise ValueError(
+            f"model.moe_pattern = {config.moe_pattern!r} gives experts to none of the {config.n_layers} layers; put an "
+            "M among its first letters, or set n_experts = 0"
+        )
+    if config.mlp_bias:
+        raise ValueError("model.mlp_bias = True, and experts have no biases; set it to False")
+    if not config.router_scale > 0:
+        raise ValueError(f"model.router_scale = {config.router_scale} must be above 0")
+    if config.expert_capacity is not None and not 0 < config.expert_capacity < math.inf:
+        raise ValueError(
+            f"model.expert_capacity = {config.expert_capacity} must be above 0: 1.0 is room for each token in balance. "
+            "Leave it out to drop none"
+        )
+    if groups < 1 or experts % groups:
+        raise ValueError(
+            f"model.router_groups = {groups} does not divide n_experts = {experts}; groups are of one size"
+        )
+    if not 1 <= config.router_top_groups <= groups:
+        raise ValueError(
+            f"model.router_top_groups = {config.router_top_groups} must be at least 1 and at most router_groups = "
+            f"{groups}"
+        )
+    if config.router_top_groups * (experts // groups) < config.moe_top_k:
+        raise ValueError(
+            f"model.router_top_groups = {config.router_top_groups} groups of {experts // groups} experts have fewer "
+            f"than moe_top_k = {config.moe_top_k}; take more groups, or fewer experts a token"
+        )
+    if config.router == "sigmoid" and groups > 1 and experts // groups < 2:
+        raise ValueError(
+            f"model.router_groups = {groups} leaves one expert a group, and under router = 'sigmoid' a group's score "
+            "is the sum of its best two; take fewer groups"
+        )
+
+
+def _check_balance(config: ModelConfig) -> None:
+    for name in ("balance_loss", "router_z_loss"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ValueError(f"model.{name} = {getattr(config, name)} must not be negative")
+    if config.balance_over != "sequence" and not config.balance_loss:
+        raise ValueError(
+            f"model.balance_over = {config.balance_over!r} is of the balance loss, and model.balance_loss = 0; give it "
+            "a weight, or leave balance_over out"
+        )
+    if not config.router_bias:
+        for name in ("router_bias_rate", "router_bias_schedule", "router_bias_warmup_steps"):
+            value = getattr(config, name)
+            if value != config.__dataclass_fields__[name].default:
+                raise ValueError(f"model.{name} = {value!r} is read with model.router_bias = True only; set that too")
+        return
+    if not 0 < config.router_bias_rate < math.inf:
+        raise ValueError(f"model.router_bias_rate = {config.router_bias_rate} must be above 0")
+    steps, warms = config.router_bias_warmup_steps, config.router_bias_schedule == "warmup"
+    if warms and steps < 1:
+        raise ValueError(
+            f"model.router_bias_schedule = 'warmup' wants model.router_bias_warmup_steps above 0; it is {steps}"
+        )
+    if not warms and steps:
+        raise ValueError(f"model.router_bias_warmup_steps = {steps} is read by router_bias_schedule = 'warmup' only")

@@ -13,8 +13,8 @@ from kforge_model.checks import check_model
 class ModelConfig:
     """A decoder of blocks of attention and feed-forward; without choices, Llama's.
 
-    Names that are text (`kind`, `norm`, `mlp`, `attention_core`, `loss`) are looked up in registries, to which a
-    package can add its own.
+    Names that are text (`kind`, `norm`, `mlp`, `router`, `attention_core`, `loss`) are looked up in registries, to
+    which a package can add its own.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -111,6 +111,57 @@ class ModelConfig:
     mlp_bias: bool = False
     """Biases in the feed-forward half."""
 
+    n_experts: int = 0
+    """Experts of a layer that has them: feed-forward halves of which each token goes through moe_top_k. 0: the model is
+    dense, and no field of this group may be set."""
+    moe_pattern: str = "M"
+    """Which layers have experts: one letter a layer, M with them and D (dense) without, repeated over the layers, those
+    of mtp_depth included."""
+    moe_top_k: int = 2
+    """Experts that a token goes to."""
+    expert_dim: int | None = None
+    """Hidden width of one expert, in features. None: that of a dense layer (ffn_dim)."""
+    shared_experts: int = 0
+    """Experts that every token goes through beside the chosen ones. N of them are one feed-forward half of N times the
+    hidden width of an expert: the same function."""
+    router: str = "softmax"
+    """What scores the experts of a token: softmax over all of them, sigmoid of each (DeepSeek-V3), or one that a
+    package adds (entry point `kforge.routers`)."""
+    router_norm: bool = True
+    """Divide the weights of a token's experts by their sum. With moe_top_k = 1 every weight is then 1, and the loss
+    teaches the router nothing."""
+    router_scale: float = 1.0
+    """Factor on the weights, after router_norm (DeepSeek's routed_scaling_factor)."""
+    router_groups: int = 1
+    """Groups of equal size in which the experts lie, in order. A token goes to experts of its best router_top_groups
+    only. A group's score is that of its best expert (softmax, DeepSeek-V2), or of its best two (sigmoid,
+    DeepSeek-V3)."""
+    router_top_groups: int = 1
+    """Groups that a token's experts are chosen from."""
+    router_bias: bool = False
+    """A number an expert that is added to its score when experts are chosen, and not when they are weighed. It has no
+    gradient: `Transformer.update_balance` moves it against the load (Wang et al. 2024, arXiv:2408.15664)."""
+    router_bias_rate: float = 1e-3
+    """How far router_bias moves in one optimizer step."""
+    router_bias_schedule: Literal["constant", "cosine", "warmup"] = "constant"
+    """The rate over the steps: constant; cosine, from the whole rate down to 0 at the last step; warmup, which rises
+    evenly over router_bias_warmup_steps and stays."""
+    router_bias_warmup_steps: int = 0
+    """Steps over which router_bias_schedule = "warmup" rises."""
+    balance_loss: float = 0.0
+    """Weight of the loss that grows as the load of the experts becomes uneven (DeepSeek-V3, equations 17 to 20). It is
+    in the gradients and not in the loss that is returned."""
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    """Whose load balance_loss evens out: that of each row by itself, or that of all rows of a rank's microbatch
+    together, which then depends on how the batch is spread and cut."""
+    router_z_loss: float = 0.0
+    """Weight of the mean of logsumexp(logits)² of each router over tokens (Zoph et al. 2022, arXiv:2202.08906, equation
+    5). In the gradients only, as balance_loss."""
+    expert_capacity: float | None = None
+    """An expert takes at most ceil(this · tokens · moe_top_k / n_experts) of the tokens that one rank has in one
+    microbatch; those of the lowest weight are dropped, so the result depends on how the batch is spread and cut. None:
+    no token is dropped."""
+
     tie_embeddings: bool = False
     """Use the embedding's weight as the head's."""
     embed_scale: float = 1.0
@@ -178,6 +229,22 @@ class ModelConfig:
         return -(-(8 * self.dim // 3) // 64) * 64 if self.ffn_dim is None else self.ffn_dim
 
     @property
+    def expert_size(self) -> int:
+        """Hidden width of one expert, with the default resolved."""
+        return self.ffn_size if self.expert_dim is None else self.expert_dim
+
+    @property
+    def shared_size(self) -> int:
+        """Hidden width of the shared experts together; 0 without."""
+        return self.shared_experts * self.expert_size
+
+    @property
+    def layout_exact(self) -> bool:
+        """Whether the numbers are the same however the tokens of a batch are spread over ranks and microbatches. Not so
+        where tokens are dropped (expert_capacity) or a microbatch's load is evened out (balance_over = "batch")."""
+        return self.expert_capacity is None and self.balance_over == "sequence"
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the embedding and of the head."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -186,6 +253,10 @@ class ModelConfig:
     def gated_mlp(self) -> bool:
         """Whether the feed-forward half has a gate beside its hidden features, as those that end in "glu" do."""
         return self.mlp.startswith(("swiglu", "geglu"))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of its feed-forward half."""
+        return self.n_experts > 0 and self.moe_pattern[layer % len(self.moe_pattern)] == "M"
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer, in tokens; None: it sees all before it."""

@@ -48,6 +48,8 @@ NORMS: Registry[Callable[..., Any]] = Registry("norm", "kforge.norms")
 """``norm(dim, eps)`` -> a module over the last dimension."""
 MLPS: Registry[Callable[..., Any]] = Registry("mlp", "kforge.mlps")
 """``mlp(config)`` -> a module from [B,S,D] to [B,S,D]."""
+ROUTERS: Registry[Callable[..., Any]] = Registry("router", "kforge.routers")
+"""``router(config)`` -> a module from [T,D] to a `Routing`."""
 ATTENTION_CORES: Registry[Callable[..., Any]] = Registry("attention core", "kforge.attention_cores")
 """``core(config, window)`` -> a module without parameters, called as `Attention.core` is."""
 LOSSES: Registry[Callable[..., Any]] = Registry("loss", "kforge.losses")

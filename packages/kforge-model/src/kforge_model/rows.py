@@ -27,6 +27,9 @@ class Rows:
     """Length of the longest document in tokens, or anything above. Read with cu_seqlens only."""
     doc_ids: Tensor | None = None
     """[B,S] int64: number of each token's document inside its row."""
+    scale: Tensor | None = None
+    """Weight of a token in the loss, one or [B,S], for losses that are made inside of the model. `Transformer.forward`
+    puts the one there that it is given."""
 
     @classmethod
     def plain(cls, batch: int, seq: int, device: torch.device | str | None = None, *, first_position: int = 0) -> Rows:

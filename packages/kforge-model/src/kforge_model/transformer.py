@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,9 +18,12 @@ from kforge_model.flops import model_shape
 from kforge_model.head_loss import HeadLoss
 from kforge_model.init import fill_, init_normal_
 from kforge_model.linear import StackedLinear
+from kforge_model.moe.balance import Reduce, bias_rate, bias_step, ratios
+from kforge_model.moe.experts import known_mlp
+from kforge_model.moe.layer import MoE
 from kforge_model.mtp import NextToken, later_labels, later_tokens
 from kforge_model.norm import build_norm
-from kforge_model.registry import ATTENTION_CORES, LOSSES, MLPS, MODELS, NORMS
+from kforge_model.registry import ATTENTION_CORES, LOSSES, MLPS, MODELS, NORMS, ROUTERS
 from kforge_model.rope import Rotary, rope_frequencies
 from kforge_model.rows import Rows
 
@@ -96,7 +100,8 @@ class Transformer(nn.Module):
     @property
     def fused_weights(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Weights that hold several matrices: parameter name -> (dimension, sizes along it). The parameter is split so,
-        and each part, all its dimensions but the last flattened, is one matrix [out, in]."""
+        and each part, all its dimensions but the last flattened, is one matrix [out, in]. Those of experts are not
+        here: each is a batch of matrices, its last two dimensions, over the dimensions before them."""
         found = {}
         for name, module in self.named_modules():
             if isinstance(module, StackedLinear):
@@ -153,7 +158,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Fill every parameter in place, plain tensors and DTensor shards alike, as a function of (seed, its name).
+        """Fill every parameter and buffer in place, plain tensors and DTensor shards alike, as a function of (seed, its
+        name).
 
         Each part says by a word how its parameters start: ``ones``, ``zeros``, or normal around 0 (cut off at three
         deviations under init = "truncated_normal") with a deviation of
@@ -166,15 +172,17 @@ class Transformer(nn.Module):
         for a parameter or buffer that no part speaks of: nothing is left as it lay in memory.
         """
         self.tie()
-        unknown = [name for name, _ in self.named_buffers()]
-        unknown += [name for name, _ in self.named_parameters() if self._rule_of(name) is None]
+        every = dict([*self.named_parameters(), *self.named_buffers()])
+        unknown = [name for name in every if self._rule_of(name) is None]
         if unknown:
             raise ValueError(
                 f"nothing says how {', '.join(unknown)} should start; give the module that owns it an attribute "
                 "init = {'weight': 'matrix', …} with a word of Transformer.init_weights"
             )
-        for name, parameter in self.named_parameters():
-            self.init_value_(name, parameter, seed)
+        for name, tensor in every.items():
+            self.init_value_(name, tensor, seed)
+        for moe in self._mixtures():
+            moe.tally.clear()
 
     @torch.no_grad()
     def init_value_(self, name: str, tensor: Tensor, seed: int = 0) -> Tensor:
@@ -214,6 +222,61 @@ class Transformer(nn.Module):
         hidden = ("matrix", "residual")
         return {name: factor if self._rule_of(name) in hidden else 1.0 for name, _ in self.named_parameters()}
 
+    # ---------------------------------------------------------------------------------------- load of the experts
+
+    @torch.no_grad()
+    def update_balance(
+        self, reduce: Reduce | None = None, *, gate: Tensor | None = None, step: int = 0, steps: int = 1
+    ) -> None:
+        """Move each router's bias against the load that was counted since the last call, and begin to count anew.
+
+            bias_e += gate · rate(step) · sign(mean load - load_e)          (DeepSeek-V3, section 2.1.2)
+
+        Call it once after every optimizer step, on every rank. reduce(tensor) sums in place over all ranks that see
+        other tokens, and is called once; None: there are none. gate: 0 on the device where the optimizer skipped its
+        step, so that no bias moves, else 1. step and steps: which optimizer step, from 0, of how many, for
+        router_bias_schedule. Never waits for the device.
+        """
+        mixtures = self._mixtures()
+        if mixtures and self.config.router_bias:
+            moves = bias_step(self._counted(mixtures, reduce)[:, : self.config.n_experts])
+            moves = moves * bias_rate(self.config, step, steps)
+            if gate is not None:
+                moves = moves * gate
+            for moe, move in zip(mixtures, moves, strict=True):
+                moe.router.bias.add_(move)  # type: ignore[union-attr, operator]
+        for moe in mixtures:
+            moe.tally.clear()
+
+    @torch.no_grad()
+    def balance_stats(self, reduce: Reduce | None = None) -> dict[str, Tensor]:
+        """What was counted in training since the last `update_balance`, which is to be called after this: numbers of no
+        dimension, on the device. {} without experts.
+
+        For layer i, those of mtp_depth after the others: "moe/<i>/load_max" and "load_min", greatest and least load of
+        an expert over the mean one; "entropy" of the router's distribution in nats, a mean over tokens; "dropped",
+        share of slots; and with router_bias "bias_range", greatest less least. "moe/balance_loss" is the mean over
+        layers and tokens of Σ f P, 1 where all is even. reduce: as of `update_balance`, called once.
+        """
+        mixtures = self._mixtures()
+        if not mixtures:
+            return {}
+        found = dict(ratios(self._counted(mixtures, reduce), self.config.moe_top_k))
+        stats = {"moe/balance_loss": found.pop("balance_loss").mean()}
+        for index, moe in enumerate(mixtures):
+            stats |= {f"moe/{moe.layer}/{name}": values[index] for name, values in found.items()}
+            if self.config.router_bias:
+                bias = cast(Tensor, moe.router.bias)
+                stats[f"moe/{moe.layer}/bias_range"] = bias.amax() - bias.amin()
+        return stats
+
+    def _counted(self, mixtures: Iterable[MoE], reduce: Reduce | None) -> Tensor:
+        """The layers' sums of all ranks, [L,E+3] float64."""
+        totals = torch.stack([moe.counted() for moe in mixtures])
+        if reduce is not None:
+            reduce(totals)
+        return totals
+
     # ---------------------------------------------------------------------------------------- forward
 
     def forward(
@@ -229,8 +292,8 @@ class Transformer(nn.Module):
         rows: positions and documents (``Rows`` or any object with its attributes); None: plain rows.
         labels [B,S] int64, already shifted, -100 where not scored, with scale: returns (Σ scale * nll, nll [B,S]), as
         ``linear_cross_entropy`` does; in training mode the first has the loss of further tokens (mtp_depth) added,
-        while nll stays that of the next one. Without labels: logits [B,S,V]. A stage that is not the last returns
-        [B,S,D].
+        while nll stays that of the next one, and its gradients have those of the experts' losses in them
+        (`moe.balance`). Without labels: logits [B,S,V]. A stage that is not the last returns [B,S,D].
         cache: x follows the tokens in it, which are plain rows, and only the last token's logits [B,1,V] come back.
 
         Computes in the dtype of the weights; norms, rotations and log-sum-exp in float32 or wider. Never waits for
@@ -263,6 +326,8 @@ class Transformer(nn.Module):
         rotary = {window: self._rotary(rows, window, h.dtype) for window in self._windows()}
         if cache is None:
             rows = self._prepared(rows, h.dtype)
+            if self.config.n_experts and labels is not None and scale is not None:
+                rows = _with_scale(rows, scale, h)
         for name, block in cast(Iterable[tuple[str, Block]], self.layers.items()):
             kept = None if cache is None else cache.layer(name)
             h = block(h, rotary[block.attn.window], rows, kept)
@@ -301,6 +366,9 @@ class Transformer(nn.Module):
         for module in self.mtp.values():
             yield cast(NextToken, module).block
 
+    def _mixtures(self) -> list[MoE]:
+        return [block.moe for block in self._blocks() if block.moe is not None]
+
     def _windows(self) -> dict[int | None, Block]:
         """Each window that a block has (None: it sees all), with one of those blocks."""
         return {block.attn.window: block for block in self._blocks()}
@@ -330,6 +398,9 @@ def check_parts(config: ModelConfig) -> None:
     parts = [MODELS.get(config.kind)]
     if config.kind == "transformer":
         parts += [NORMS.get(config.norm), MLPS.get(config.mlp)]
+        if config.n_experts:
+            known_mlp(config.mlp)
+            parts.append(ROUTERS.get(config.router))
         parts += [ATTENTION_CORES.get(config.attention_core), LOSSES.get(config.loss)]
     known = sorted({name for part in parts for name in getattr(part, "options", ())})
     if unknown := sorted(set(config.options) - set(known)):
@@ -362,6 +433,15 @@ def _head(config: ModelConfig) -> HeadLoss:
         logit_scale=1.0 if config.mup_base_dim is None else config.mup_base_dim / config.dim,
         options=config.options,
     )
+
+
+def _with_scale(rows: Rows, scale: Tensor | float, like: Tensor) -> Rows:
+    """The rows, whatever they are, with what a token weighs in the loss."""
+    if not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    rows = copy.copy(rows)
+    object.__setattr__(rows, "scale", scale)  # a dataclass may be frozen; this one is a copy
+    return rows
 
 
 def _whole_plan(model: nn.Module) -> dict[str, str]:

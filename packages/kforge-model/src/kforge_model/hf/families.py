@@ -111,6 +111,13 @@ FREE = frozenset(
         "z_loss",
         "mtp_weight",
         "init",
+        "router_bias_rate",
+        "router_bias_schedule",
+        "router_bias_warmup_steps",
+        "balance_loss",
+        "balance_over",
+        "router_z_loss",
+        "expert_capacity",
     ]
 )
 """Fields of ModelConfig that say how it is trained or computed, not what it is: no config.json has them."""
@@ -169,6 +176,17 @@ _FIXED: Mapping[str, Any] = {
     "mtp_depth": 0,
     "mup_base_dim": None,
     "attn_scale": None,
+    "n_experts": 0,
+    "moe_pattern": "M",
+    "moe_top_k": 2,
+    "expert_dim": None,
+    "shared_experts": 0,
+    "router": "softmax",
+    "router_norm": True,
+    "router_scale": 1.0,
+    "router_groups": 1,
+    "router_top_groups": 1,
+    "router_bias": False,
 }
 
 

@@ -1,0 +1,1 @@
+"""Mixture of experts: feed-forward halves of which each token goes through a few."""

@@ -1,0 +1,83 @@
+"""The experts of a layer: feed-forward halves of one shape, kept as batches of matrices.
+
+Shapes: N rows, each in the part of its expert; E experts here; D features, F hidden features of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kforge_model.mlp import GATED, PLAIN
+
+ALIGNED = 16
+"""Bytes of which every row of a factor of `grouped_mm` must be a multiple."""
+
+
+class Experts(nn.Module):
+    """E feed-forward halves, gated or plain as ``mlp`` says, without biases.
+
+    ``w_gate_up`` is [E,2,F,D] (gate, then up) or ``w_up`` [E,F,D] where there is no gate; ``w_down`` is [E,D,F]. The
+    number of experts is read off the weights, so a rank that holds some of them computes those.
+    """
+
+    init: ClassVar[dict[str, str]] = {"w_gate_up": "matrix", "w_up": "matrix", "w_down": "residual"}
+
+    def __init__(self, n_experts: int, dim: int, hidden: int, mlp: str = "swiglu") -> None:
+        """Raises ValueError for a feed-forward half that a package adds: of its weights nothing is known."""
+        super().__init__()
+        known_mlp(mlp)
+        self.n_experts = n_experts
+        """Of the whole layer, wherever they lie."""
+        self.gated = mlp in GATED
+        self.activation = GATED[mlp] if self.gated else PLAIN[mlp]
+        if self.gated:
+            self.w_gate_up = nn.Parameter(torch.zeros(n_experts, 2, hidden, dim))
+        else:
+            self.w_up = nn.Parameter(torch.zeros(n_experts, hidden, dim))
+        self.w_down = nn.Parameter(torch.zeros(n_experts, dim, hidden))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [N,D], the rows of expert 0 first, and counts [E] int64 of sum N -> [N,D].
+
+        On CUDA in bfloat16 the host does not learn the counts. Elsewhere, and for widths that are no multiple of 8, one
+        expert after the other, which on CUDA waits for the device.
+        """
+        w_in = self.w_gate_up.flatten(1, 2) if self.gated else self.w_up  # [E, 2F or F, D]
+        if groups_can(x, w_in, self.w_down):
+            ends = counts.cumsum(0, dtype=torch.int32)
+            hidden = self._activated(F.grouped_mm(x, w_in.mT, offs=ends))
+            return F.grouped_mm(hidden, self.w_down.mT, offs=ends)
+        parts = zip(x.split(counts.tolist()), w_in.unbind(), self.w_down.unbind(), strict=True)
+        return torch.cat([F.linear(self._activated(F.linear(part, a)), b) for part, a, b in parts])
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        if not self.gated:
+            return self.activation(hidden)
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+    def extra_repr(self) -> str:
+        experts, dim, hidden = self.w_down.shape
+        return f"{experts}, {dim}, hidden={hidden}, gated={self.gated}"
+
+
+def known_mlp(mlp: str) -> None:
+    """Raise ValueError for a feed-forward half that cannot be an expert."""
+    if mlp not in GATED and mlp not in PLAIN:
+        raise ValueError(
+            f"model.mlp = {mlp!r} cannot be an expert, as nothing is known of its weights; with n_experts choose one "
+            f"of {', '.join((*GATED, *PLAIN))}"
+        )
+
+
+def groups_can(x: Tensor, *weights: Tensor) -> bool:
+    """Whether ``grouped_mm`` computes x @ wᵀ, and its gradients, without the host knowing where groups end: bfloat16 on
+    CUDA from compute capability 8.0 on, rows of a multiple of 16 bytes."""
+    if not x.is_cuda or any(t.dtype != torch.bfloat16 for t in (x, *weights)):
+        return False
+    aligned = all(n * x.itemsize % ALIGNED == 0 for w in weights for n in w.shape[-2:])
+    return aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
