@@ -1,9 +1,9 @@
 """bf16 over layouts: as near to one process, and to the truth in float64, as rounding lets it be.
 
-Copies and shards change nothing but the order in which fp32 gradients are added: they stay within three times the distance
-of two runs of one process that differ only in the order of their microbatches. Tensor parallelism rounds other partial
-sums to bf16, so it is another bf16 run; it is held to the truth, from which it must be no farther than one process is,
-but for a tenth.
+Copies and shards change nothing but the order in which fp32 gradients are added: they stay within three times the
+distance of two runs of one process that differ only in the order of their microbatches. Tensor parallelism rounds other
+partial sums to bf16, so it is another bf16 run; it is held to the truth, from which it must be no farther than one
+process is, but for a tenth.
 """
 
 import os

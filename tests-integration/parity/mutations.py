@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 import kforge_model.core
 import kforge_model.head_loss
 import kforge_model.init
+import kforge_model.losses
 import kforge_model.norm
 import kforge_model.transformer
 import kforge_optim.adamw
@@ -391,13 +392,13 @@ def _loss_without(left_out):
         if op != left_out:
             dist.all_reduce(tensor, op, group)
 
-    kforge_model.head_loss.dist = SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp)
+    kforge_model.losses.dist = SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp)
 
 
 @mutation("every rank's part of the vocabulary starts at 0 in the loss", "tp2")
 def loss_vocabulary_starts_at_0():
-    loss = kforge_model.head_loss.linear_cross_entropy
-    kforge_model.head_loss.linear_cross_entropy = lambda *args, **kw: loss(*args, **{**kw, "vocab_start": 0})
+    options = kforge_model.head_loss.LossOptions
+    kforge_model.head_loss.LossOptions = lambda **kw: options(**{**kw, "vocab_start": 0})
 
 
 @mutation("every rank's part of the vocabulary starts at 0 in the embedding", "tp2")

@@ -185,8 +185,10 @@ def train_plain(model, variant, heldout):
     seen = Trajectory()
     for step in range(STEPS):
         (batch,) = window(step, replace(variant, accumulate=1), 0, 1)
-        loss = loss_sum(plain, batch) / (batch["labels"] != -100).sum()
-        loss.backward()
+        count = (batch["labels"] != -100).sum()
+        (loss_sum(plain, batch) / count).backward()
+        with torch.no_grad():
+            seen.losses.append((nll_sum(plain, batch) / count).item())
         seen.gradients.append({name: full(p.grad) for name, p in plain.named_parameters()})
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
         assert norm > CLIP, "the clip must be at work"
@@ -194,7 +196,6 @@ def train_plain(model, variant, heldout):
             parameter.grad.mul_(CLIP / (norm + 1e-6))
         optimizer.step()
         optimizer.zero_grad()
-        seen.losses.append(loss.item())
         seen.norms.append(norm.item())
     seen.weights = {name: full(p) for name, p in plain.named_parameters()}
     total = tokens = 0
