@@ -48,6 +48,7 @@ CHANGES = {
     "model.init": "truncated_normal",
     "model.mup_base_dim": 4,
     "model.loss_chunk_tokens": 7,
+    "model.n_experts": 4,
     "parallel.precision": "fp32",
     "parallel.recompute": "full",
     "parallel.reshard_after_forward": False,
@@ -92,7 +93,27 @@ YARN = {
     "model__rope_scaling": "yarn", "model__rope_factor": 4.0, "model__rope_original_len": 64, "model__head_dim": 16,
     "model__rope_theta": 100.0,
 }  # fmt: skip
+MOE = {"model__n_experts": 4}
+BIAS = {**MOE, "model__router_bias": True, "model__router_bias_rate": 0.3}
+WARMUP = {**BIAS, "model__router_bias_schedule": "warmup", "model__router_bias_warmup_steps": 2}
 BASE = {
+    "model.moe_pattern": (MOE, "MD"),
+    "model.moe_top_k": (MOE, 1),
+    "model.expert_dim": (MOE, 16),
+    "model.shared_experts": (MOE, 1),
+    "model.router": (MOE, "sigmoid"),
+    "model.router_norm": (MOE, False),
+    "model.router_scale": (MOE, 2.0),
+    "model.router_groups": (MOE, 2),
+    "model.router_top_groups": ({**MOE, "model__router_groups": 2}, 2),
+    "model.router_bias": (MOE, True),
+    "model.router_bias_rate": (BIAS, 0.5),
+    "model.router_bias_schedule": (BIAS, "cosine"),
+    "model.router_bias_warmup_steps": (WARMUP, 4),
+    "model.balance_loss": (MOE, 0.5),
+    "model.balance_over": ({**MOE, "model__balance_loss": 0.5}, "batch"),
+    "model.router_z_loss": (MOE, 0.5),
+    "model.expert_capacity": (MOE, 0.5),
     "model.v_head_dim": (LATENT, 3),
     "model.q_lora_rank": (LATENT, 4),
     "model.kv_lora_rank": (LATENT, 5),
@@ -220,6 +241,9 @@ def facets(config, run_dir):
     seen["events"] = events.exists()
     if events.exists():
         seen["losses"], seen["rates"] = values(config.train.run_dir, "loss"), values(config.train.run_dir, "lr")
+        if config.model.n_experts:
+            names = ("load_max", "entropy", *(["bias_range"] if config.model.router_bias else []))
+            seen["load"] = [values(config.train.run_dir, f"moe/0/{name}") for name in names]
         seen["evaluations"] = values(config.train.run_dir, "loss", "eval")
         seen["scored"] = values(config.train.run_dir, "tokens", "eval")
     return seen

@@ -41,6 +41,14 @@ OTHER: dict[str, Any] = {
     "model.rope_original_len": 1024,
     "model.rope_attn_factor": 1.5,
     "model.mup_base_dim": 64,
+    "model.moe_pattern": "MD",
+    "model.moe_top_k": 3,
+    "model.expert_dim": 128,
+    "model.router": "sigmoid",
+    "model.router_groups": 2,
+    "model.router_top_groups": 2,
+    "model.router_bias_schedule": "cosine",
+    "model.expert_capacity": 1.5,
     "parallel.dp_shard": 2,
     "data.microbatch_rows": 4,
     "optim.name": "muon",
@@ -55,7 +63,21 @@ LATENT = {"model.attention": "mla", "model.kv_lora_rank": 32, "model.rope_dim": 
 WINDOW = {"model.window": 32}
 YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0, "model.rope_original_len": 2048}
 LLAMA3 = {**YARN, "model.rope_scaling": "llama3"}
+MOE = {"model.n_experts": 4}
+BIAS = {**MOE, "model.router_bias": True}
 WITH: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["model.moe_pattern", "model.moe_top_k", "model.expert_dim", "model.shared_experts"], MOE),
+    **dict.fromkeys(["model.router", "model.router_norm", "model.router_scale", "model.router_groups"], MOE),
+    "model.router_top_groups": {**MOE, "model.router_groups": 2},
+    **dict.fromkeys(["model.router_bias", "model.balance_loss", "model.router_z_loss", "model.expert_capacity"], MOE),
+    "model.router_bias_rate": BIAS,
+    "model.router_bias_schedule": BIAS,
+    "model.router_bias_warmup_steps": {
+        **BIAS,
+        "model.router_bias_schedule": "warmup",
+        "model.router_bias_warmup_steps": 5,
+    },
+    "model.balance_over": {**MOE, "model.balance_loss": 0.1},
     "optim.adamw_lr": {"optim.name": "muon"},
     **dict.fromkeys(["model.v_head_dim", "model.kv_lora_rank", "model.q_lora_rank"], LATENT),
     **dict.fromkeys(["model.window_pattern", "model.rope_theta_window"], WINDOW),

@@ -227,7 +227,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def update_balance(
         self, reduce: Reduce | None = None, *, gate: Tensor | None = None, step: int = 0, steps: int = 1
-    ) -> None:
+    ) -> dict[str, Tensor]:
         """Move each router's bias against the load that was counted since the last call, and begin to count anew.
 
             bias_e += gate · rate(step) · sign(mean load - load_e)          (DeepSeek-V3, section 2.1.2)
@@ -235,23 +235,26 @@ class Transformer(nn.Module):
         Call it once after every optimizer step, on every rank. reduce(tensor) sums in place over all ranks that see
         other tokens, and is called once; None: there are none. gate: 0 on the device where the optimizer skipped its
         step, so that no bias moves, else 1. step and steps: which optimizer step, from 0, of how many, for
-        router_bias_schedule. Never waits for the device.
+        router_bias_schedule. Returns `balance_stats` of what was counted. Never waits for the device.
         """
         mixtures = self._mixtures()
-        if mixtures and self.config.router_bias:
-            moves = bias_step(self._counted(mixtures, reduce)[:, : self.config.n_experts])
-            moves = moves * bias_rate(self.config, step, steps)
+        if not mixtures:
+            return {}
+        totals = self._counted(mixtures, reduce)
+        if self.config.router_bias:
+            moves = bias_step(totals[:, : self.config.n_experts]) * bias_rate(self.config, step, steps)
             if gate is not None:
                 moves = moves * gate
             for moe, move in zip(mixtures, moves, strict=True):
                 moe.router.bias.add_(move)  # type: ignore[union-attr, operator]
         for moe in mixtures:
             moe.tally.clear()
+        return self._stats(mixtures, totals)
 
     @torch.no_grad()
     def balance_stats(self, reduce: Reduce | None = None) -> dict[str, Tensor]:
-        """What was counted in training since the last `update_balance`, which is to be called after this: numbers of no
-        dimension, on the device. {} without experts.
+        """What was counted in training since the last `update_balance`: 0-dim tensors on the device. {} without
+        experts.
 
         For layer i, those of mtp_depth after the others: "moe/<i>/load_max" and "load_min", greatest and least load of
         an expert over the mean one; "entropy" of the router's distribution in nats, a mean over tokens; "dropped",
@@ -259,9 +262,11 @@ class Transformer(nn.Module):
         layers and tokens of Σ f P, 1 where all is even. reduce: as of `update_balance`, called once.
         """
         mixtures = self._mixtures()
-        if not mixtures:
-            return {}
-        found = dict(ratios(self._counted(mixtures, reduce), self.config.moe_top_k))
+        return self._stats(mixtures, self._counted(mixtures, reduce)) if mixtures else {}
+
+    def _stats(self, mixtures: Iterable[MoE], totals: Tensor) -> dict[str, Tensor]:
+        """`balance_stats` from the sums of all ranks."""
+        found = dict(ratios(totals, self.config.moe_top_k))
         stats = {"moe/balance_loss": found.pop("balance_loss").mean()}
         for index, moe in enumerate(mixtures):
             stats |= {f"moe/{moe.layer}/{name}": values[index] for name, values in found.items()}

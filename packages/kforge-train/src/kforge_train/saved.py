@@ -45,6 +45,8 @@ def save_config(config: JobConfig) -> None:
 _FREE = {
     *("max_seq_len", "attention_core", "init", "init_std"),
     *("loss", "loss_chunk_tokens", "label_smoothing", "z_loss", "mtp_weight"),
+    *("balance_loss", "balance_over", "router_z_loss", "expert_capacity"),
+    *("router_bias_rate", "router_bias_schedule", "router_bias_warmup_steps"),
 }
 """Fields of the model that may change at a resume: the weights are the same model's with any of them."""
 

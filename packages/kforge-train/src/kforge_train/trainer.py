@@ -12,6 +12,7 @@ from kforge_ckpt import CheckpointError
 from kforge_optim import clip
 from kforge_parallel import check_replicas, phase, precision_of, precision_table
 from kforge_resilience import exitcodes
+from kforge_train.balance import update_balance
 from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors
@@ -69,6 +70,7 @@ class Trainer:
         lr = max(job.optimizer.lrs().values())
         job.optimizer.step(scale=factor / boost, gate=vote.gate)
         job.optimizer.zero_grad()
+        load = update_balance(job.model, job.mesh, vote.gate, self.next_step, self.config.train.steps)
         self.next_step += 1
         job.tracker.step(
             self.next_step,
@@ -79,6 +81,7 @@ class Trainer:
             lr=lr,
             gate=vote.gate,
             loss_scale=boost if job.scaler.enabled else None,
+            more=load,
         )
         job.scaler.update(vote.gate)  # in place, so only now: the tracker has been told of this step's
         return vote.verdict
@@ -168,6 +171,8 @@ class Trainer:
             layout["sequence_parallel"] = self.config.parallel.sequence_parallel
         values = {"config": asdict(self.config), "versions": versions(), "world": job.mesh.size}
         job.tracker.event("start", self.next_step, {**values, "layout": layout, "parameters": parameters})
+        if not self.config.model.layout_exact:
+            job.log.info("the losses depend on how the batch is spread: model.expert_capacity, or balance_over = batch")
         for what, how in precision_table(self.config.parallel, job.mesh.size).items():
             job.log.info("%s: %s", what, how)
 
