@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -48,13 +49,53 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded": {"vocab_multiple": 64},
     "mup": {"mup_base_dim": 6, "init": "truncated_normal"},
     "further": {"mtp_depth": 2},
+    "experts": {"n_experts": 6, "expert_dim": 12},
+    "experts-losses": {"n_experts": 6, "expert_dim": 12, "balance_loss": 0.7, "router_z_loss": 0.02},
+    "experts-batch": {"n_experts": 4, "balance_loss": 0.5, "balance_over": "batch", "router_scale": 1.7},
+    "experts-sigmoid": {
+        "n_experts": 6,
+        "expert_dim": 12,
+        "moe_top_k": 3,
+        "router": "sigmoid",
+        "router_bias": True,
+        "router_scale": 2.5,
+        "shared_experts": 2,
+        "balance_loss": 0.5,
+    },
+    "experts-groups": {
+        "n_experts": 8,
+        "expert_dim": 12,
+        "router": "sigmoid",
+        "router_bias": True,
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "moe_top_k": 3,
+    },
+    "experts-groups-softmax": {
+        "n_experts": 8,
+        "expert_dim": 12,
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "router_norm": False,
+        "router_bias": True,
+        "balance_loss": 0.5,
+    },
+    "experts-capacity": {"n_experts": 6, "expert_dim": 12, "expert_capacity": 0.8, "router_norm": False},
+    "experts-one": {"n_experts": 6, "moe_top_k": 1, "router_norm": False, "router_z_loss": 0.02},
+    "experts-all": {"n_experts": 4, "moe_top_k": 4, "expert_dim": 20, "norm_placement": "sandwich"},
+    "experts-pattern": {"n_experts": 6, "moe_pattern": "DM", "mtp_depth": 2, "balance_loss": 0.5, "window": 5},
+    "experts-relu2": {"n_experts": 6, "expert_dim": 12, "mlp": "relu2", "shared_experts": 1},
     "further-tied-windows": {"mtp_depth": 1, "tie_embeddings": True, "window": 5, "window_pattern": "FFFW"},
 }
 """Every choice of a model, by itself or with what it must go with."""
 
 
-def config_of(name: str) -> ModelConfig:
-    return ModelConfig(**{**SIZES, **OPTIONS[name]})
+BY_DOCUMENT = {"balance_loss": 0.0, "balance_over": "sequence", "expert_capacity": None}
+"""What makes experts work on each document by itself, whichever row it lies in."""
+
+
+def config_of(name: str, **changes: Any) -> ModelConfig:
+    return ModelConfig(**{**SIZES, **OPTIONS[name], **changes})
 
 
 def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64, std: float = 0.3) -> Transformer:
@@ -65,6 +106,8 @@ def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64, std: 
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype) / 4)
+        for buffer in model.buffers():
+            buffer.add_(torch.randn(buffer.shape, generator=generator) / 8)
     return model
 
 
@@ -83,6 +126,8 @@ class Reference:
 
     def __init__(self, weights: Mapping[str, Tensor], config: ModelConfig, docs: Tensor) -> None:
         self.p, self.config, self.docs = separate(weights, config), config, docs
+        self.aux: dict[str, Tensor] = {}
+        """Of each layer with experts: its balance loss and z-loss, for a scale of 1."""
         seq = docs.shape[1]
         self.position = torch.stack([torch.stack([(d[: i + 1] == d[i]).sum() - 1 for i in range(seq)]) for d in docs])
 
@@ -154,10 +199,63 @@ class Reference:
         hidden = act(self.linear(f"{at}.w_gate", x)) * hidden if f"{at}.w_gate.weight" in self.p else act(hidden)
         return self.linear(f"{at}.w_down", hidden)
 
+    def choice(self, scores: list[float]) -> list[int]:
+        """The experts of one token, whose biased scores are given."""
+        c, size = self.config, self.config.n_experts // self.config.router_groups
+        best = 1 if c.router == "softmax" else 2
+        groups = sorted(
+            range(c.router_groups), key=lambda g: -sum(sorted(scores[g * size : (g + 1) * size], reverse=True)[:best])
+        )
+        allowed = [e for g in groups[: c.router_top_groups] for e in range(g * size, (g + 1) * size)]
+        return sorted(allowed, key=lambda e: -scores[e])[: c.moe_top_k]
+
+    def moe(self, at: str, x: Tensor) -> Tensor:
+        c, (rows, seq) = self.config, x.shape[:2]
+        logits = x @ self.p[f"{at}.router.weight"].T
+        scores = logits.softmax(-1) if c.router == "softmax" else torch.sigmoid(logits)
+        biased = (scores + self.p.get(f"{at}.router.bias", 0.0)).detach()
+        chosen = torch.zeros(rows, seq, c.n_experts)
+        for b, t in np.ndindex(rows, seq):
+            chosen[b, t, self.choice(biased[b, t].tolist())] = 1
+        weights = scores * chosen * c.router_scale
+        weights = weights / (scores * chosen).sum(-1, keepdim=True) if c.router_norm else weights
+
+        likely = scores / scores.sum(-1, keepdim=True)
+        if c.balance_over == "batch":
+            uneven = (chosen.sum((0, 1)) * likely.sum((0, 1))).sum() / rows
+        else:
+            uneven = (chosen.sum(1) * likely.sum(1)).sum()
+        z = (logits.exp().sum(-1).log() ** 2).sum()
+        self.aux[at] = c.balance_loss * uneven * c.n_experts / (c.moe_top_k * seq) + c.router_z_loss * z
+
+        if c.expert_capacity is not None:
+            places = math.ceil(c.expert_capacity * rows * seq * c.moe_top_k / c.n_experts)
+            kept = torch.zeros_like(chosen)
+            for e in range(c.n_experts):
+                tokens = chosen[..., e].nonzero().tolist()
+                for b, t in sorted(tokens, key=lambda bt, e=e: -weights[(*bt, e)].item())[:places]:
+                    kept[b, t, e] = 1
+            left = (weights * kept).sum(-1, keepdim=True)
+            weights = weights * kept * weights.sum(-1, keepdim=True) / (left + (left == 0))
+        y = sum(weights[..., e, None] * self.expert(at, e, x) for e in range(c.n_experts))
+        return y + self.mlp(f"{at}.shared", x) if c.shared_experts else y
+
+    def expert(self, at: str, e: int, x: Tensor) -> Tensor:
+        act = ACTIVATIONS[self.config.mlp]
+        if f"{at}.experts.w_up" in self.p:
+            hidden = act(x @ self.p[f"{at}.experts.w_up"][e].T)
+        else:
+            gate, up = self.p[f"{at}.experts.w_gate_up"][e]
+            hidden = act(x @ gate.T) * (x @ up.T)
+        return hidden @ self.p[f"{at}.experts.w_down"][e].T
+
     def block(self, at: str, x: Tensor, layer: int) -> Tensor:
-        for half, compute in (("attn", lambda a, y: self.attention(a, y, layer)), ("mlp", self.mlp)):
+        for half in ("attn", "mlp"):
             y = x if self.config.norm_placement == "post" else self.norm(f"{at}.{half}_norm", x)
-            y = compute(f"{at}.{half}", y)
+            if half == "attn":
+                y = self.attention(f"{at}.attn", y, layer)
+            else:
+                y = self.moe(f"{at}.moe", y) if self.config.has_experts(layer) else self.mlp(f"{at}.mlp", y)
             x = x + (y if self.config.norm_placement == "pre" else self.norm(f"{at}.{half}_post_norm", y))
         return x
 
@@ -231,14 +329,24 @@ def test_logits_loss_and_gradients_are_those_of_the_plain_formulas(name: str, pa
     assert (nll - per_token).abs().max() <= 1e-12 * per_token.max()
     assert loss.item() == pytest.approx(total.item(), rel=1e-12)
     loss.backward()
-    total.backward()
+    (total + 0.05 * sum(plain.aux.values())).backward()  # the experts' losses are in the gradients only
+    assert len(plain.aux) == sum(config.has_experts(i) for i in range(config.n_layers + config.mtp_depth))
     for n, parameter in model.named_parameters():
         assert parameter.grad is not None and weights[n].grad is not None, n
         assert (parameter.grad - weights[n].grad).abs().max() <= 1e-10 * weights[n].grad.abs().max(), n  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
+# In bfloat16 a token near the border between two experts goes to the other one: no bound but where all are chosen.
+CHOOSING = [name for name in OPTIONS if config_of(name).n_experts and name != "experts-all"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, torch.float32, 2e-5) for name in OPTIONS),
+        *((name, torch.bfloat16, 0.1) for name in OPTIONS if name not in CHOOSING),
+    ],
+)
 def test_lower_precision_stays_near(name: str, dtype: torch.dtype, tolerance: float) -> None:
     model = make(config_of(name), dtype)
     ids, labels, rows, docs = batch(True)
@@ -253,7 +361,8 @@ def test_lower_precision_stays_near(name: str, dtype: torch.dtype, tolerance: fl
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_packed_row_is_its_documents_alone(name: str) -> None:
     """Logits and gradients of a row of three documents, and the sum over the three by themselves."""
-    packed, alone = make(config_of(name)), make(config_of(name))
+    changes = BY_DOCUMENT if "n_experts" in OPTIONS[name] else {}
+    packed, alone = make(config_of(name, **changes)), make(config_of(name, **changes))
     ids, labels, _, _ = batch(False)
     loss, nll = packed(ids[:1], Rows.packed([[7, 8, 1]]), labels[:1], 0.1)
     loss.backward()
@@ -499,7 +608,7 @@ def test_plan_and_units_name_what_exists(name: str) -> None:
     parameters = {globbed(n) for n, _ in model.named_parameters()}
     assert set(model.plan) <= modules | parameters
     words = {"gather", "colwise", "colwise_kv", "colwise_qkv", "packed_colwise", "rowwise", "sequence", "replicate"}
-    assert set(model.plan.values()) <= words | {"vocab_embedding", "vocab_loss"}
+    assert set(model.plan.values()) <= words | {"vocab_embedding", "vocab_loss", "experts"}
     for parameter in parameters:
         assert {parameter, parameter.rpartition(".")[0]} & set(model.plan), parameter
     assert model.get_submodule(model.block_list) is model.layers and list(model.layers) == ["0", "1", "2"]
@@ -522,7 +631,7 @@ def test_every_matrix_is_a_part_of_a_fused_weight(name: str) -> None:
             assert torch.equal(apart[f"{owner}.w{leaf}.weight"], part)
     again = fuse(apart, model.config)
     assert again.keys() == state.keys() and all(torch.equal(again[n], state[n]) for n in state)
-    assert all(tensor.ndim <= 2 for tensor in apart.values())
+    assert all(tensor.ndim <= 2 for n, tensor in apart.items() if ".experts." not in n)  # batches of matrices
 
 
 def test_building_leaves_the_default_generator_alone() -> None:

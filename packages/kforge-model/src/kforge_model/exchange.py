@@ -1,9 +1,10 @@
 """A state dict with one 2-D weight for each matrix, the form in which weights are exchanged.
 
     attn.wqkv [KV, R+2, Dh, D]  <->  attn.wq [KV R Dh, D], attn.wk [KV Dh, D], attn.wv [KV Dh, D]     (biases too)
-    mlp.w_gate_up [2, F, D]     <->  mlp.w_gate [F, D], mlp.w_up [F, D]
+    mlp.w_gate_up [2, F, D]     <->  mlp.w_gate [F, D], mlp.w_up [F, D]     (of moe.shared too)
 
-All other entries pass through. Splitting copies nothing but wq, wk, wv (their rows lie apart); joining copies.
+All other entries pass through; so do moe.experts' weights, which are batches of matrices. Splitting copies nothing but
+wq, wk, wv (their rows lie apart); joining copies.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from kforge_model.config import ModelConfig
 
-_FUSED = re.compile(r"(?P<owner>(?:.*\.)?)(?:attn\.wqkv|mlp\.w_gate_up)\.(?P<leaf>weight|bias)")
-_SEPARATE = re.compile(r"(?P<owner>(?:.*\.)?)(?P<part>attn\.w[qkv]|mlp\.w_(?:gate|up))\.(?P<leaf>weight|bias)")
+_FUSED = re.compile(r"(?P<owner>(?:.*\.)?)(?:attn\.wqkv|(?P<half>mlp|moe\.shared)\.w_gate_up)\.(?P<leaf>weight|bias)")
+_SEPARATE = re.compile(
+    r"(?P<owner>(?:.*\.)?)(?P<part>attn\.w[qkv]|(?P<half>mlp|moe\.shared)\.w_(?:gate|up))\.(?P<leaf>weight|bias)"
+)
 
 
 def separate(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -35,7 +38,8 @@ def separate(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tens
             for letter, part in zip("qkv", parts, strict=True):
                 result[f"{owner}attn.w{letter}.{leaf}"] = part.flatten(0, 2)
         else:
-            result[f"{owner}mlp.w_gate.{leaf}"], result[f"{owner}mlp.w_up.{leaf}"] = tensor.unbind(0)
+            owner += match["half"]
+            result[f"{owner}.w_gate.{leaf}"], result[f"{owner}.w_up.{leaf}"] = tensor.unbind(0)
     return result
 
 
@@ -44,21 +48,21 @@ def fuse(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         match = _SEPARATE.fullmatch(name)
-        if match is None or (match["part"].startswith("attn") and config.attention == "mla"):
+        if match is None or (match["half"] is None and config.attention == "mla"):
             result[name] = tensor
             continue
-        if match["part"].startswith("mlp") and not config.gated_mlp:
+        if match["half"] is not None and not config.gated_mlp:
             result[name] = tensor
             continue
         owner, leaf = match["owner"], match["leaf"]
-        in_attention = match["part"].startswith("attn")
-        fused = f"{owner}{'attn.wqkv' if in_attention else 'mlp.w_gate_up'}.{leaf}"
+        in_attention = match["half"] is None
+        fused = f"{owner}attn.wqkv.{leaf}" if in_attention else f"{owner}{match['half']}.w_gate_up.{leaf}"
         if fused in result:
             continue
         names = (
             [f"{owner}attn.w{x}.{leaf}" for x in "qkv"]
             if in_attention
-            else [f"{owner}mlp.w_{x}.{leaf}" for x in ("gate", "up")]
+            else [f"{owner}{match['half']}.w_{x}.{leaf}" for x in ("gate", "up")]
         )
         if missing := [part for part in names if part not in state]:
             raise ValueError(f"{name} is there, but {', '.join(missing)} is not: they are one weight of the model")

@@ -82,9 +82,10 @@ def balanced(
     if config.balance_over == "batch":
         summed, likely = summed.sum(0, keepdim=True), likely.sum(0, keepdim=True)
         weight = None if weight is None else weight.sum(0, keepdim=True)
+    summed = summed.to(likely.dtype)
     tokens = summed.sum(1) / top_k  # [B], S of the whole row
     fraction = summed * experts / (top_k * tokens[:, None])
-    uneven = (fraction.to(likely.dtype) * likely).sum(1)  # [B]: S · Σ f P of the tokens here
+    uneven = (fraction * likely).sum(1)  # [B]: S · Σ f P of the tokens here
 
     loss = None
     if weight is not None and config.balance_loss:
@@ -115,7 +116,7 @@ def _row_weights(scale: Tensor, summed: Tensor, seq: int, top_k: int, sum_counts
     """Σ_t scale_t of each whole row, [B]. A scale [B,S'] of the tokens here, or of a row of which this rank has an
     equal part of ``seq`` tokens: the parts add up to the row."""
     if scale.ndim == 0:
-        return scale * (summed.sum(1) / top_k)
+        return scale * (summed.sum(1) // top_k)
     return sum_counts(scale.sum(1, keepdim=True) * (seq / scale.shape[1])).squeeze(1)
 
 

@@ -5,7 +5,7 @@ Shapes: N rows, each in the part of its expert; E experts here; D features, F hi
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,9 @@ class Experts(nn.Module):
         w_in = self.w_gate_up.flatten(1, 2) if self.gated else self.w_up  # [E, 2F or F, D]
         if groups_can(x, w_in, self.w_down):
             ends = counts.cumsum(0, dtype=torch.int32)
-            hidden = self._activated(F.grouped_mm(x, w_in.mT, offs=ends))
-            return F.grouped_mm(hidden, self.w_down.mT, offs=ends)
+            hidden: Tensor = GroupedProduct.apply(x, w_in, ends)
+            y: Tensor = GroupedProduct.apply(self._activated(hidden), self.w_down, ends)
+            return y
         parts = zip(x.split(counts.tolist()), w_in.unbind(), self.w_down.unbind(), strict=True)
         return torch.cat([F.linear(self._activated(F.linear(part, a)), b) for part, a, b in parts])
 
@@ -74,10 +75,41 @@ def known_mlp(mlp: str) -> None:
         )
 
 
+class GroupedProduct(torch.autograd.Function):
+    """x [N,C], the rows of group 0 first, w [E,R,C], and the ends of the groups [E] int32 -> y [N,R].
+
+        y_n = w_e x_n        dx_n = w_eᵀ dy_n        dw_e = Σ_n dy_n x_nᵀ, over the rows n of group e
+
+    The kernels refuse gradients that are expanded, and on Blackwell leave dw_e undefined where a group has no rows
+    (pytorch/pytorch#172439).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, ends)
+        return F.grouped_mm(x, w.mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, w, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = F.grouped_mm(grad, w, offs=ends) if ctx.needs_input_grad[0] else None
+        dw = F.grouped_mm(grad.mT, x, offs=ends) if ctx.needs_input_grad[1] else None
+        if dw is not None and (not x.is_cuda or _capability(x.device.index) >= (10, 0)):
+            empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+            dw = dw.masked_fill(empty[:, None, None], 0)
+        return dx, dw, None
+
+
 def groups_can(x: Tensor, *weights: Tensor) -> bool:
     """Whether ``grouped_mm`` computes x @ wᵀ, and its gradients, without the host knowing where groups end: bfloat16 on
     CUDA from compute capability 8.0 on, rows of a multiple of 16 bytes."""
     if not x.is_cuda or any(t.dtype != torch.bfloat16 for t in (x, *weights)):
         return False
     aligned = all(n * x.itemsize % ALIGNED == 0 for w in weights for n in w.shape[-2:])
-    return aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return aligned and _capability(x.device.index) >= (8, 0)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability(device_index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
