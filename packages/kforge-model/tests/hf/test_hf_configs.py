@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from kforge_model import ModelConfig
 from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, family_of
-from kforge_model.hf.families import COMPUTED, FREE
+from kforge_model.hf.families import FREE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -38,6 +38,8 @@ OURS: dict[str, Any] = {
     "rope_theta": 5000.0,
 }
 _GEMMA: dict[str, Any] = {**OURS, "embed_scale": math.sqrt(32), "mlp": "geglu_tanh", "tie_embeddings": True}
+_EXPERTS: dict[str, Any] = {"n_experts": 8, "moe_top_k": 3, "expert_dim": 24}
+_LATENTS: dict[str, Any] = {"attention": "mla", "n_kv_heads": None, "rope_dim": 6, "v_head_dim": 5, "kv_lora_rank": 9}
 _SANDWICH: dict[str, Any] = {**_GEMMA, "norm_placement": "sandwich", "attn_scale": 20**-0.5, "window": 7}
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -49,13 +51,27 @@ CONFIGS: dict[str, ModelConfig] = {
     "gemma": ModelConfig(**_GEMMA),
     "gemma2": ModelConfig(**_SANDWICH, window_pattern="WF", attn_softcap=2.0, logit_softcap=3.0),
     "gemma3_text": ModelConfig(**_SANDWICH, window_pattern="WWF", qk_norm="per_head", rope_theta_window=100.0),
+    "mixtral": ModelConfig(**{**OURS, "ffn_dim": None}, **_EXPERTS, window=7),
+    "qwen3_moe": ModelConfig(**OURS, **_EXPERTS, qk_norm="per_head", router_norm=False, moe_pattern="MDD", window=7),
+    "deepseek_v3": ModelConfig(
+        **{**OURS, **_LATENTS, "norm_eps": 1e-6},
+        **_EXPERTS,
+        q_lora_rank=11,
+        shared_experts=2,
+        moe_pattern="DMMM",
+        router="sigmoid",
+        router_bias=True,
+        router_scale=1.5,
+        router_groups=4,
+        router_top_groups=3,
+    ),
 }
 """One config for each family that uses what it has; all numbers are said, none left to a default."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
-    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    heads = {"num_key_value_heads": 4} if FAMILIES[family].latent else {"num_key_value_heads": 2, "head_dim": 8}
     full = AutoConfig.for_model(family, **SIZES, **heads).to_dict()
     assert config_from_hf({"model_type": family, **SIZES, **heads}) == config_from_hf(full)
 
@@ -166,6 +182,8 @@ def test_windows_as_older_files_say_them() -> None:
     assert read("qwen2", 4, use_sliding_window=True, sliding_window=9, max_window_layers=3, **heads) == (9, "FFFW")
     assert read("qwen3", 4, use_sliding_window=True, sliding_window=9, max_window_layers=0, **heads) == (9, "W")
     assert read("qwen3", 4, use_sliding_window=True, max_window_layers=4, **heads) == (None, "W")
+    assert read("qwen3_moe", 4, use_sliding_window=True, sliding_window=9, **heads) == (9, "W")
+    assert read("qwen3_moe", 4, sliding_window=9, max_window_layers=3, **heads) == (None, "W")
     assert read("gemma2", 5) == (4096, "WF")
     assert read("gemma3_text", 26, sliding_window=512) == (512, "WWWWWF")
     assert read("gemma3_text", 6, sliding_window_pattern=3) == (4096, "WWF")
@@ -264,6 +282,199 @@ GEMMA_2B = {
     "vocab_size": 256000,
 }
 
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 94,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
+# Without quantization_config: the published weights are in float8, and to be read they have to be brought to bfloat16.
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.3",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_latent_attention_under_yarn() -> None:
+    """As transformers: m² / sqrt(head_dim) on the scores, and the ratio of two such m on what is rotated."""
+    base = {**DEEPSEEK_V3, "rope_scaling": None}
+
+    def read(**more: Any) -> ModelConfig:
+        return config_from_hf({**base, "rope_scaling": {"type": "yarn", "factor": 40.0, **more}})
+
+    def mscale(power: float) -> float:
+        return 0.1 * power * math.log(40) + 1
+
+    assert config_from_hf(base).attn_scale is None
+    assert read().attn_scale is None and read().rope_attn_factor is None
+    assert read(mscale=0.7).attn_scale is None
+    both = read(mscale=0.7, mscale_all_dim=0.4)
+    assert both.attn_scale == pytest.approx(mscale(0.4) ** 2 / math.sqrt(192), rel=1e-12)
+    assert both.rope_attn_factor == pytest.approx(mscale(0.7) / mscale(0.4), rel=1e-12)
+    one = read(mscale_all_dim=0.4)
+    assert one.attn_scale == both.attn_scale and one.rope_attn_factor is None
+    own = read(mscale=0.7, mscale_all_dim=0.4, attention_factor=1.5)
+    assert own.rope_attn_factor == 1.5
+    cancelled = read(mscale_all_dim=0.4, attention_factor=1 / mscale(0.4))  # mscale is 0 then, which nobody reads
+    assert cancelled.rope_attn_factor == 1 / mscale(0.4)
+    for config in (read(), both, read(mscale=1.0, mscale_all_dim=1.0), read(attention_factor=1.5), cancelled):
+        assert config_from_hf(config_to_hf(config)) == config
+    for config in (one, own):
+        again = config_from_hf(config_to_hf(config))
+        factors = [mscale(1) if x.rope_attn_factor is None else x.rope_attn_factor for x in (again, config)]
+        assert factors[0] == pytest.approx(factors[1], rel=1e-11)
+        assert again.attn_scale == config.attn_scale
+    with pytest.raises(ValueError, match=r"deepseek_v3 cannot say attn_scale = 0\.5 .*but under yarn"):
+        config_to_hf(dataclasses.replace(config_from_hf(base), attn_scale=0.5), "deepseek_v3")
+
+
+def test_which_layers_have_experts() -> None:
+    sizes = {**SIZES, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+
+    def pattern(family: str, layers: int, **more: Any) -> str:
+        config = config_from_hf({"model_type": family, **sizes, "num_hidden_layers": layers, **more})
+        assert config_from_hf(config_to_hf(config, family)).moe_pattern == config.moe_pattern
+        return config.moe_pattern
+
+    assert pattern("mixtral", 4) == "M"
+    assert pattern("qwen3_moe", 4) == "M"
+    assert pattern("qwen3_moe", 6, decoder_sparse_step=3) == "DDM"
+    assert pattern("qwen3_moe", 5, mlp_only_layers=[1, 2]) == "MDDM"
+    assert pattern("qwen3_moe", 4, mlp_only_layers=[3], decoder_sparse_step=2) == "DMD"
+    assert pattern("deepseek_v3", 5) == "DDDMM"
+    assert pattern("deepseek_v3", 5, first_k_dense_replace=0) == "M"
+    with pytest.raises(ValueError, match="experts to none of the 2 layers"):
+        pattern("deepseek_v3", 2)
+    for family in ("mixtral", "deepseek_v3"):
+        with pytest.raises(ValueError, match=f"{family} cannot say moe_pattern = 'MD'"):
+            config_to_hf(dataclasses.replace(CONFIGS[family], moe_pattern="MD"), family)
+
+
+def test_other_names_of_keys() -> None:
+    for family, names in {
+        "mixtral": ("num_experts", "num_local_experts"),
+        "qwen3_moe": ("num_experts", "num_local_experts"),
+        "deepseek_v3": ("n_routed_experts", "num_local_experts"),
+    }.items():
+        hf = {"model_type": family, **SIZES, "num_key_value_heads": 4}
+        assert [config_from_hf({**hf, name: 32}).n_experts for name in names] == [32, 32]
+        assert config_from_hf({**hf, names[0]: 32, names[1]: 32}).n_experts == 32
+        with pytest.raises(ValueError, match=r"num_local_experts = .* say different things"):
+            config_from_hf({**hf, names[0]: 32, names[1]: 64})
+
 
 def test_files_of_the_hub() -> None:
     assert config_from_hf(LLAMA_3_1) == ModelConfig(
@@ -313,6 +524,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "max_seq_len": {"max_seq_len": 256},
     "attention": {"attention": "mla", "kv_lora_rank": 8, "rope_dim": 4, "n_kv_heads": None, "qk_norm": "none"}
     | {"qkv_bias": False},
+    "v_head_dim": {"v_head_dim": 7},
+    "kv_lora_rank": {"kv_lora_rank": 13},
+    "q_lora_rank": {"q_lora_rank": 13},
     "n_heads": {"n_heads": 8},
     "n_kv_heads": {"n_kv_heads": 1},
     "head_dim": {"head_dim": 16},
@@ -341,6 +555,24 @@ OTHER: dict[str, dict[str, Any]] = {
     "mlp": {"mlp": "relu2"},
     "ffn_dim": {"ffn_dim": 64},
     "mlp_bias": {"mlp_bias": True},
+    "n_experts": {"n_experts": 12, "mlp_bias": False},
+    "moe_pattern": {"moe_pattern": "DDMM"},
+    "moe_top_k": {"moe_top_k": 4},
+    "expert_dim": {"expert_dim": 16},
+    "shared_experts": {"shared_experts": 3},
+    "router": {"router": "mine"},
+    "router_norm": {"router_norm": False},
+    "router_scale": {"router_scale": 2.5},
+    "router_groups": {"router_groups": 2, "router_top_groups": 1},
+    "router_top_groups": {"router_groups": 4, "router_top_groups": 2},
+    "router_bias": {"router_bias": True},
+    "router_bias_rate": {"router_bias_rate": 0.01},
+    "router_bias_schedule": {"router_bias_schedule": "cosine"},
+    "router_bias_warmup_steps": {"router_bias_schedule": "warmup", "router_bias_warmup_steps": 3},
+    "balance_loss": {"balance_loss": 0.1},
+    "balance_over": {"balance_loss": 0.1, "balance_over": "batch"},
+    "router_z_loss": {"router_z_loss": 0.1},
+    "expert_capacity": {"expert_capacity": 2.0},
     "tie_embeddings": {"tie_embeddings": True},
     "embed_scale": {"embed_scale": 2.0},
     "logit_softcap": {"logit_softcap": 7.0},
@@ -355,6 +587,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "mup_base_dim": {"mup_base_dim": 16},
 }
 _ALTERNATIVE: dict[str, dict[str, Any]] = {
+    "attention": {"attention": "gqa", "rope_dim": None, "v_head_dim": None, "kv_lora_rank": None, "q_lora_rank": None},
+    "router_norm": {"router_norm": True},
+    "router_bias": {"router_bias": False},
     "qk_norm": {"qk_norm": "per_head"},
     "norm_placement": {"norm_placement": "sandwich"},
     "qkv_bias": {"qkv_bias": False},
@@ -362,43 +597,49 @@ _ALTERNATIVE: dict[str, dict[str, Any]] = {
     "mlp_bias": {"mlp_bias": False},
     "tie_embeddings": {"tie_embeddings": False},
 }
-_BELONGS_TO_MLA = {"v_head_dim", "kv_lora_rank", "q_lora_rank"}
+# Dense layers are the first ones of the model, whatever the number of layers.
+_OF_FAMILY = {("deepseek_v3", "n_layers"): {"n_layers": 5, "moe_pattern": "DMMMM"}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_field_is_lost_without_a_word(family: str) -> None:
     config = CONFIGS[family]
     written = config_to_hf(config, family)
-    fields = {field.name for field in dataclasses.fields(ModelConfig)} - _BELONGS_TO_MLA
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert fields == set(OTHER)
-    for field in sorted(fields):
-        change = OTHER[field]
+    for field in sorted(fields - FAMILIES[family].unread):
+        change = _OF_FAMILY.get((family, field), OTHER[field])
         if getattr(config, field) == change[field]:
             change = _ALTERNATIVE[field]
+        try:
+            changed = dataclasses.replace(config, **change)
+        except ValueError as error:  # there is no such model
+            assert any(name in str(error) for name in change), (field, str(error))
+            continue
         base = written
         if len(change) > 1 and field != "attention":  # the same without the field in question, where that is a config
             without = {name: value for name, value in change.items() if name != field}
             try:
                 base = config_to_hf(dataclasses.replace(config, **without), family)
             except ValueError:
-                base = {}
+                base = written if field in FREE else {}
         try:
-            other = config_to_hf(dataclasses.replace(config, **change), family)
+            other = config_to_hf(changed, family)
         except ValueError as error:
             assert field not in FREE
             assert any(name in str(error) for name in change), (field, str(error))
             continue
         assert (other == base) == (field in FREE), f"{field} of {family} is neither written nor refused"
         if field not in FREE:
-            assert config_from_hf(other) == dataclasses.replace(config, **change)
+            assert config_from_hf(other) == changed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_has_one_place_in_a_family(family: str) -> None:
     entry = FAMILIES[family]
-    said = {key.ours for key in entry.keys}
-    assert not said & set(entry.fixed)
-    assert {field.name for field in dataclasses.fields(ModelConfig)} == said | set(entry.fixed) | FREE | COMPUTED
+    places = [{key.ours for key in entry.keys}, set(entry.fixed), FREE, entry.computed, entry.unread]
+    assert {field.name for field in dataclasses.fields(ModelConfig)} == set().union(*places)
+    assert sum(len(place) for place in places) == len(set().union(*places))
 
 
 @pytest.mark.parametrize(
@@ -435,6 +676,19 @@ def test_what_we_would_compute_otherwise_is_an_error(change: dict[str, Any], wor
         ("qwen3", {"layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers = 2"]),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window"]),
         ("mistral", {"layer_types": ["full_attention"] * 2}, ["layer_types"]),
+        ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise = 0.1"]),
+        ("mixtral", {"output_router_logits": True}, ["output_router_logits = True"]),
+        ("mixtral", {"num_local_experts": 0}, ["num_local_experts = 0"]),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}, ["max_window_layers = 1"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "rope_interleave": False}, ["rope_interleave = False"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "scoring_func": "softmax"}, ["scoring_func = 'softmax'"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "topk_method": "greedy"}, ["topk_method = 'greedy'"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "n_shared_experts": 0}, ["n_shared_experts = 0"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "attention_bias": True}, ["attention_bias = True"]),
+        ("deepseek_v3", {"head_dim": None}, ["num_key_value_heads = 2", "it is 4"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "head_dim": 192}, ["head_dim = 192", "it is 64"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "qk_head_dim": 64}, ["qk_head_dim = 64", "it is 192"]),
         ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
         ("gemma", {"hidden_activation": "relu"}, ["hidden_activation = 'relu'"]),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0"]),
@@ -448,6 +702,8 @@ def test_what_we_would_compute_otherwise_is_an_error(change: dict[str, Any], wor
 )
 def test_errors_of_single_families(family: str, change: dict[str, Any], words: list[str]) -> None:
     sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    if FAMILIES[family].latent:
+        sizes |= {"num_hidden_layers": 4, "head_dim": 64}
     with pytest.raises(ValueError) as error:
         config_from_hf({"model_type": family, **sizes, **change})
     for word in words:
@@ -470,6 +726,15 @@ def test_what_no_family_can_say_is_named() -> None:
         config_to_hf(both)
     with pytest.raises(ValueError, match="qkv_bias = True"):
         config_to_hf(dataclasses.replace(CONFIGS["qwen3"], qkv_bias=True, out_bias=False), "qwen3")
+    biased = dataclasses.replace(CONFIGS["mixtral"], router_bias=True)  # Mixtral's router with DeepSeek-V3's bias
+    with pytest.raises(ValueError, match=r"no one .*; the nearest, mixtral, cannot say router_bias = True"):
+        config_to_hf(biased)
+    with pytest.raises(ValueError, match=r"deepseek_v3 cannot say .*router = 'softmax' \(it has 'sigmoid'\)"):
+        config_to_hf(dataclasses.replace(CONFIGS["deepseek_v3"], router="softmax"), "deepseek_v3")
+    with pytest.raises(ValueError, match=r"no Hugging Face family .* has expert_capacity = 1\.5"):
+        config_to_hf(dataclasses.replace(CONFIGS["qwen3_moe"], expert_capacity=1.5))
+    with pytest.raises(ValueError, match=r"mixtral cannot say .*n_experts = 0"):
+        config_to_hf(CONFIGS["llama"], "mixtral")
     with pytest.raises(ValueError, match="unknown Hugging Face family 'nope'"):
         config_to_hf(CONFIGS["llama"], "nope")
 

@@ -48,6 +48,25 @@ _LLAMA3 = {
 _LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 _LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}
 
+_QWEN3_MOE = {"num_experts": 6, "moe_intermediate_size": 20, "num_experts_per_tok": 3}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
     "llama tied": {"tie_word_embeddings": True, "head_dim": None, "num_key_value_heads": 4},
@@ -79,6 +98,15 @@ THEIRS: dict[str, dict[str, Any]] = {
         },
         "final_logit_softcapping": 0.9,
     },
+    "mixtral": {"num_local_experts": 6, "sliding_window": 7},
+    "qwen3_moe": {**_QWEN3_MOE, "norm_topk_prob": True},
+    "qwen3_moe dense layers": {**_QWEN3_MOE, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 7}
+    | {"attention_bias": True, "tie_word_embeddings": True},
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3 plain": {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    | {"norm_topk_prob": False, "n_shared_experts": 1},
+    "deepseek_v3 yarn": {**_DEEPSEEK, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    "deepseek_v3 yarn one": {**_DEEPSEEK, "rope_parameters": {**_YARN, **_RAMP, "mscale_all_dim": 0.4}},
 }
 """Family, perhaps with a variant -> what is said of the tiny Hugging Face model beside its sizes."""
 
@@ -99,6 +127,23 @@ _GEMMA: dict[str, Any] = {**_OURS, "mlp": "geglu_tanh", "embed_scale": math.sqrt
 _GEMMA |= {"window": 7, "attn_scale": 20**-0.5}
 _YARN_RAMP: dict[str, Any] = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_theta": 100.0, "rope_original_len": 32}
 _YARN_RAMP |= {"rope_high": 2.0, "rope_low": 0.3}
+_EXPERTS: dict[str, Any] = {"n_experts": 8, "moe_top_k": 3, "expert_dim": 20}
+_DEEPSEEK_V3: dict[str, Any] = {
+    **{name: value for name, value in _OURS.items() if name != "n_kv_heads"},
+    **_EXPERTS,
+    "norm_eps": 1e-6,
+    "attention": "mla",
+    "rope_dim": 6,
+    "v_head_dim": 7,
+    "kv_lora_rank": 16,
+    "moe_pattern": "DMM",
+    "shared_experts": 1,
+    "router": "sigmoid",
+    "router_bias": True,
+    "router_scale": 1.5,
+    "router_groups": 4,
+    "router_top_groups": 2,
+}
 
 OURS: dict[str, ModelConfig] = {
     "llama": ModelConfig(**_OURS, qkv_bias=True, out_bias=True, mlp_bias=True),
@@ -121,12 +166,16 @@ OURS: dict[str, ModelConfig] = {
         rope_scaling="linear",
         rope_factor=8.0,
     ),
+    "mixtral": ModelConfig(**_OURS, **_EXPERTS, window=7, mlp="geglu"),
+    "qwen3_moe": ModelConfig(**_OURS, **_EXPERTS, qk_norm="per_head", router_norm=False, moe_pattern="DM"),
+    "deepseek_v3": ModelConfig(**_DEEPSEEK_V3, q_lora_rank=20),
+    "deepseek_v3 yarn": ModelConfig(**_DEEPSEEK_V3, **_YARN_RAMP, rope_attn_factor=1.2, attn_scale=0.35),
 }
 """Family, perhaps with a variant -> our model."""
 
 
 def randomise(model: nn.Module) -> None:
-    """Weights of a size at which every part is seen in the logits: norms off 1, biases off 0.
+    """Weights of a size at which every part is seen in the logits: norms off 1, biases off 0, the router's too.
 
     With 0.2 and a yarn factor of 1.7 the softmaxes are so sharp that transformers' float32 rotary tables alone move
     gradients by 1.6e-5 of their maximum.
@@ -138,6 +187,9 @@ def randomise(model: nn.Module) -> None:
                 weight += 0.3 * torch.randn_like(weight)
             else:
                 weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim == 1 else 0.15))
+        for name, buffer in model.named_buffers():
+            if name.endswith(("router.bias", "e_score_correction_bias")):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
 
 
 def their_model(config: dict[str, Any]) -> Any:
@@ -169,13 +221,14 @@ def differences(ours: Transformer, theirs: Any, config: ModelConfig, family: str
     loss, _ = ours(ids, labels=labels, scale=1.0)
     loss.backward()
     gradients = {name: weight.grad.double() for name, weight in ours.named_parameters() if weight.grad is not None}
-    mapped = to_hf(gradients, config, family)
+    biases = {name: buffer for name, buffer in ours.state_dict().items() if name.endswith("router.bias")}
+    mapped = to_hf({**gradients, **biases}, config, family, joined_experts=True)
     for name, weight in theirs.named_parameters():
         shift = (
             1.0 if "norm" in name and family.startswith("gemma") else 0.0
         )  # the change is 1 + w: its gradient is w's
         result[name] = relative(mapped.pop(name) + shift, weight.grad.double())
-    assert not mapped
+    assert len(mapped) == len(biases)
     return result
 
 
@@ -194,7 +247,8 @@ def test_theirs_in_ours(case: str) -> None:
     ours.load_state_dict(loaded)
     found = differences(ours, theirs, config, family)
     assert max(found.values()) <= TOLERANCE, found
-    back = to_hf(ours.state_dict(), config, family)
+    back = to_hf(ours.state_dict(), config, family, joined_experts=True)
+    assert set(back) == set(state) - ({"lm_head.weight"} if config.tie_embeddings else set())
     for name, tensor in back.items():
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=2e-7 if "norm" in name else 0)
 
@@ -207,7 +261,7 @@ def test_ours_in_theirs(case: str) -> None:
     theirs = their_model(config_to_hf(config))
     assert theirs.config.model_type == family
     assert type(theirs).__name__ == FAMILIES[family].architecture
-    load_theirs(theirs, to_hf(ours.state_dict(), config), config.tie_embeddings)
+    load_theirs(theirs, to_hf(ours.state_dict(), config, joined_experts=True), config.tie_embeddings)
     found = differences(ours, theirs, config, family)
     assert max(found.values()) <= TOLERANCE, found
 
@@ -224,6 +278,10 @@ def test_ours_in_theirs(case: str) -> None:
         ("qwen3", {"window": 8, "window_pattern": "WFF"}),
         ("gemma2", {"window": 8, "attn_softcap": 0.75, "logit_softcap": 0.95, "attn_scale": 0.2, "embed_scale": 5.0}),
         ("gemma3_text", {"window": 8, "rope_theta": 9e3, "rope_theta_window": 200.0, "rope_factor": 7.0}),
+        ("mixtral", {"window": 8, "moe_top_k": 2, "router_norm": False}),
+        ("qwen3_moe", {"moe_top_k": 2, "router_norm": True, "router_scale": 1.1}),
+        ("deepseek_v3", {"moe_top_k": 2, "router_norm": False, "router_scale": 1.4, "router_top_groups": 3}),
+        ("deepseek_v3 yarn", {"rope_attn_factor": 1.1, "attn_scale": 0.3, "rope_theta": 50.0}),
     ],
 )
 def test_the_comparisons_would_see_another_number(case: str, changes: dict[str, Any]) -> None:
@@ -262,7 +320,9 @@ def test_exported_model_reports_our_loss_and_predicts_the_next_token() -> None:
         assert int(theirs(prompt).logits[0, -1].argmax()) == 6
 
 
-@pytest.mark.parametrize("case", ["llama linear", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "case", ["llama linear", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v3 yarn"]
+)
 def test_files_are_read_by_either_side(case: str, tmp_path: Path) -> None:
     config = OURS[case]
     ours = Transformer(config)
@@ -281,6 +341,62 @@ def test_files_are_read_by_either_side(case: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert relative(theirs(ids).logits, ours(ids)) <= TOLERANCE
         assert relative(again(ids), ours(ids)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_have_the_names_of_files_and_those_of_modules(family: str, tmp_path: Path) -> None:
+    config = OURS[family]
+    state = Transformer(config).state_dict()
+    state = {name: torch.randn(tensor.shape) for name, tensor in state.items()}
+    state["embed.weight"][VOCAB:], state["head.weight"][VOCAB:] = 0, 0
+    joined, apart = to_hf(state, config, joined_experts=True), to_hf(state, config)
+    theirs = their_model(config_to_hf(config))
+    assert set(joined) == set(theirs.state_dict())
+    load_theirs(theirs, joined, tied=False)
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(apart) == set(saved)
+    for name, tensor in saved.items():
+        assert torch.equal(apart[name], tensor), name
+    for form in (joined, apart):
+        again = from_hf(form, config)
+        assert set(again) == set(state)
+        for name, tensor in state.items():
+            assert torch.equal(again[name], tensor), name
+    view = from_hf(joined, config)["layers.1.moe.experts.w_gate_up"]
+    assert view.data_ptr() == joined["model.layers.1.mlp.experts.gate_up_proj"].data_ptr()
+
+
+def test_experts_that_are_missing_or_not_known_are_errors() -> None:
+    config = OURS["mixtral"]
+    state = to_hf(Transformer(config).state_dict(), config)
+    name = "model.layers.1.block_sparse_moe.experts.{}.w3.weight"
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.block_sparse_moe\.experts\.5\.w3\.weight"):
+        from_hf({key: tensor for key, tensor in state.items() if key != name.format(5)}, config)
+    with pytest.raises(ValueError, match=r"not known: model\.layers\.1\.mlp\.experts\.8\.w3\.weight"):
+        from_hf({**state, name.format(8): state[name.format(0)]}, config)
+    with pytest.raises(ValueError, match=r"block_sparse_moe.experts.2.w3.weight is \[20, 16\], .* wants \[20, 32\]"):
+        from_hf({**state, name.format(2): torch.ones(20, 16)}, config)
+    none = {key: tensor for key, tensor in state.items() if "layers.1.block_sparse_moe.experts" not in key}
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.experts\.down_proj, .*gate_up_proj"):
+        from_hf(none, config)
+    joined = to_hf(Transformer(config).state_dict(), config, joined_experts=True)
+    with pytest.raises(ValueError, match=r"down_proj is \[4, 32, 20\], and the config wants \[8, 32, 20\]"):
+        from_hf({**joined, "model.layers.0.mlp.experts.down_proj": torch.ones(4, 32, 20)}, config)
+
+
+def test_layers_that_predict_further_tokens_are_left_out() -> None:
+    config = OURS["deepseek_v3"]
+    state = to_hf(Transformer(config).state_dict(), config)
+    last = {name.replace(".2.", ".3.", 1): x for name, x in state.items() if name.startswith("model.layers.2.")}
+    ends = ["enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens"]
+    last |= {f"model.layers.3.{end}.weight": torch.ones(32) for end in ends}
+    with pytest.raises(ValueError, match=r"not known: model\.layers\.3\."):
+        from_hf({**state, **last}, config)  # nothing says what it is
+    last["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
+    assert set(from_hf({**state, **last}, config)) == set(from_hf(state, config))
+    with pytest.raises(ValueError, match=r"not known: model\.layers\.2\."):
+        from_hf({**state, "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, config)
 
 
 def _llama() -> tuple[ModelConfig, dict[str, Tensor]]:

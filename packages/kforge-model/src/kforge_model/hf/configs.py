@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kforge_model.config import ModelConfig
-from kforge_model.hf import rope, windows
+from kforge_model.hf import experts, latents, rope, windows
 from kforge_model.hf.families import FAMILIES, IGNORED, MUST_BE, Family, Key, embed_scale_of
 
 
@@ -21,6 +21,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str | None = None) -> ModelCon
     """
     name = family_of(hf) if family is None else family
     family_ = _family(name)
+    hf = _without_aliases(hf, family_)
     _check_keys(hf, name, family_)
     values = {key: hf.get(key, family_.defaults.get(key)) for key in _their_keys(family_)}
     fields: dict[str, Any] = dict(family_.fixed)
@@ -30,12 +31,17 @@ def config_from_hf(hf: Mapping[str, Any], family: str | None = None) -> ModelCon
             raise ValueError(f"{key.theirs} = {values[key.theirs]!r} is not known to kforge")
         fields[key.ours] = value
     heads, dim = fields["n_heads"], fields["dim"]
-    fields["n_kv_heads"] = heads if fields["n_kv_heads"] is None else fields["n_kv_heads"]
-    fields["head_dim"] = dim // heads if fields["head_dim"] is None else fields["head_dim"]
+    if family_.latent:
+        fields |= latents.latents_from_hf(hf, family_)
+    else:
+        fields["n_kv_heads"] = heads if fields["n_kv_heads"] is None else fields["n_kv_heads"]
+        fields["head_dim"] = dim // heads if fields["head_dim"] is None else fields["head_dim"]
+    if family_.experts is not None:
+        fields |= experts.pattern_from_hf(hf, family_)
+    fields |= windows.windows_from_hf(hf, family_)
+    fields |= rope.rope_from_hf(hf, family_, fields["window"] is not None, fields["head_dim"])
     if fields["attn_scale"] is not None and math.isclose(fields["attn_scale"], fields["head_dim"] ** -0.5):
         fields["attn_scale"] = None
-    fields |= windows.windows_from_hf(hf, family_)
-    fields |= rope.rope_from_hf(hf, family_, fields["window"] is not None)
     return ModelConfig(**fields, embed_scale=embed_scale_of(family_, dim))
 
 
@@ -53,8 +59,13 @@ def config_to_hf(config: ModelConfig, family: str | None = None) -> dict[str, An
     result: dict[str, Any] = {"architectures": [family_.architecture], "model_type": name}
     for key in family_.keys:
         result[key.theirs] = CHANGES[key.change].to_hf(_resolved(config, key.ours))
+    if family_.latent:
+        result |= latents.latents_to_hf(config)
+    if family_.experts is not None:
+        result |= experts.pattern_to_hf(config, family_)
     result |= windows.windows_to_hf(config, family_)
     result |= rope.rope_to_hf(config, family_)
+    result |= family_.written
     return {**result, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -121,9 +132,13 @@ def unsayable(config: ModelConfig, family: Family) -> dict[str, str]:
     letters = windows.letters_of(config)
     if "W" in letters and family.window == "none":
         add("window")
-    if "W" in letters and "F" in letters and family.window in ("none", "all"):
+    if "W" in letters and "F" in letters and family.window in ("none", "all", "switch_all"):
         add("window_pattern")
-    if config.rope_size != config.head_size:
+    if family.experts is not None and config.n_experts and not experts.has_pattern(config, family):
+        add("moe_pattern")
+    if family.latent and not latents.has_scale(config):
+        add("attn_scale", " (it has 1 / sqrt(head_dim) but under yarn)")
+    if not family.latent and config.rope_size != config.head_size:
         add("rope_dim")
     own_base = config.rope_theta_window is not None and "W" in letters
     if own_base and not family.rope_by_layer:
@@ -143,10 +158,22 @@ def _their_keys(family: Family) -> set[str]:
     return {key.theirs for key in family.keys}
 
 
+def _without_aliases(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The same with one name for each key. Raises ValueError where two names of one say different things."""
+    result = {key: value for key, value in hf.items() if key not in family.aliases}
+    for alias, key in family.aliases.items():
+        if alias in hf and result.setdefault(key, hf[alias]) != hf[alias]:
+            raise ValueError(f"{alias} = {hf[alias]!r} and {key} = {hf[key]!r} say different things; leave one out")
+    return result
+
+
 def _check_keys(hf: Mapping[str, Any], name: str, family: Family) -> None:
     """Every key is known, none says what we would not do, and none is missing that has no default."""
     must_be = {**MUST_BE, **family.must_be}
     known = {*_their_keys(family), *rope.KEYS, *windows.KEYS[family.window], *must_be, *IGNORED, *family.ignored}
+    known |= experts.KEYS[family.dense_layers]
+    if family.latent:
+        known |= latents.KEYS
     if family.rope_by_layer:
         known.add("rope_local_base_freq")
     problems = [f"{key} = {value!r} is not known" for key, value in hf.items() if key not in known]
@@ -165,6 +192,8 @@ _RESOLVED: Mapping[str, str] = {
     "head_dim": "head_size",
     "ffn_dim": "ffn_size",
     "attn_scale": "score_scale",
+    "v_head_dim": "value_size",
+    "expert_dim": "expert_size",
 }
 """Fields that may be left to a default -> the property of ModelConfig with the default resolved."""
 
@@ -199,12 +228,18 @@ def _whole_inverse_square(scale: float) -> Any:
     return number if number and math.isclose(number**-0.5, scale, rel_tol=1e-6) else _NONE
 
 
+def _millionth(value: float) -> Any:
+    return 1e-6 if math.isclose(value, 1e-6, rel_tol=1e-6) else _NONE
+
+
 CHANGES: Mapping[str, Change] = {
     "same": Change(lambda value: value, lambda value: value),
     "number": Change(float, float),
     "activation": _table(_ACTIVATIONS),
     "gemma_activation": _table(_GEMMA_ACTIVATIONS),
     "zero_is_none": Change(lambda value: 0.0 if value is None else float(value), lambda value: value or None),
+    "at_least_one": Change(lambda value: value or _NONE, lambda value: value or _NONE),
+    "millionth": Change(_millionth, _millionth),
     "inverse_square": Change(lambda value: float(value) ** -0.5, _whole_inverse_square),
 }
 

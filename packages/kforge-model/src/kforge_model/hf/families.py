@@ -29,6 +29,16 @@ class Key(NamedTuple):
     """A key of `configs.CHANGES`: how one value becomes the other."""
 
 
+class Experts(NamedTuple):
+    """What a file calls the module of router and experts in a layer, and the matrices of one expert; in transformers'
+    modules it is mlp, and the experts are joined (`experts`)."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One model_type of Hugging Face."""
@@ -43,9 +53,10 @@ class Family:
     """Fields of ModelConfig that the family cannot choose, and what they are in it."""
     defaults: Mapping[str, Any]
     """What transformers takes for keys that config.json leaves out. A key that is not here must be there."""
-    window: Literal["none", "all", "switch", "types"] = "none"
-    """Which layers may have a window: none; all, by sliding_window alone; those that layer_types says, where older
-    files have the layers from max_window_layers on, if use_sliding_window (switch), or a pattern (types)."""
+    window: Literal["none", "all", "switch_all", "switch", "types"] = "none"
+    """Which layers may have a window: none; all, by sliding_window alone or if use_sliding_window (switch_all); those
+    that layer_types says, where older files have the layers from max_window_layers on, if use_sliding_window (switch),
+    or a pattern (types)."""
     window_pattern: int = 0
     """window = types, without layer_types: every so many layers, one is full; older files may say another number."""
     rope_by_layer: bool = False
@@ -54,10 +65,31 @@ class Family:
     """The embedding's output is multiplied by sqrt(dim)."""
     whole_heads: bool = False
     """transformers refuses a dim that is no multiple of n_heads, even where head_dim is given."""
+    experts: Experts | None = None
+    """Layers may have experts; what they are called."""
+    dense_layers: Literal["none", "first", "step"] = "none"
+    """Which layers of a family with experts are dense: none; the first_k_dense_replace first ones; those that
+    decoder_sparse_step and mlp_only_layers say."""
+    latent: bool = False
+    """Attention is multi-head latent attention (`latents`)."""
+    further_layers: bool = False
+    """Files may have layers past the last one, which predict further tokens; they are left out."""
+    unread: frozenset[str] = frozenset()
+    """Fields of ModelConfig that no layer of the family reads."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys -> the name in ``keys``."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys that `config_to_hf` writes: what the family is, where readers ask for it."""
     must_be: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Further keys that change the numbers, and the values that do not."""
     ignored: frozenset[str] = frozenset()
     """Further keys that change nothing, beside IGNORED."""
+
+    @property
+    def computed(self) -> frozenset[str]:
+        """Fields that are translated by rules of their own, not by ``keys``."""
+        pattern = {"moe_pattern"} if self.experts else set()
+        return COMPUTED | pattern | (LATENT if self.latent else set())
 
 
 def _words(*lines: str) -> frozenset[str]:
@@ -117,7 +149,6 @@ FREE = frozenset(
         "balance_loss",
         "balance_over",
         "router_z_loss",
-        "expert_capacity",
     ]
 )
 """Fields of ModelConfig that say how it is trained or computed, not what it is: no config.json has them."""
@@ -139,6 +170,9 @@ COMPUTED = frozenset(
     ]
 )
 """Fields of ModelConfig that `configs` and `rope` translate by rules of their own."""
+
+LATENT = frozenset(["head_dim", "rope_dim", "n_kv_heads", "attn_scale"])
+"""Those that are translated so under latent attention only."""
 
 _KEYS = (
     Key("vocab_size", "vocab_size"),
@@ -187,12 +221,14 @@ _FIXED: Mapping[str, Any] = {
     "router_groups": 1,
     "router_top_groups": 1,
     "router_bias": False,
+    "expert_capacity": None,
 }
 
 
-def _fixed(keys: tuple[Key, ...], **changes: Any) -> dict[str, Any]:
-    """What a family with these keys cannot choose: all of _FIXED that no key says, with the family's own values."""
-    said = {key.ours for key in keys}
+def _fixed(keys: tuple[Key, ...], *computed: str, **changes: Any) -> dict[str, Any]:
+    """What a family with these keys cannot choose: all of _FIXED that no key says nor a rule of its own, with the
+    family's own values."""
+    said = {*computed, *(key.ours for key in keys)}
     return {name: value for name, value in {**_FIXED, **changes}.items() if name not in said}
 
 
@@ -237,6 +273,55 @@ _GEMMA3_DEFAULTS = {
     "rope_local_base_freq": 10_000.0,
 }
 
+# transformers 5 pools its balance loss over layers and rows, and only where it is asked to return the router's scores.
+_EXPERT_MUST_BE: Mapping[str, tuple[Any, ...]] = {"output_router_logits": (False, None)}
+_MIXTRAL_DEFAULTS = {
+    **_DEFAULTS,
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "rope_theta": 1_000_000.0,
+}
+_QWEN3_MOE_DEFAULTS = {
+    **_DEFAULTS,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+}
+_DEEPSEEK_V3_DEFAULTS = {
+    **{key: value for key, value in _DEFAULTS.items() if key != "head_dim"},
+    "num_key_value_heads": 128,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
 _ENDS = (Name("embed", "model.embed_tokens", "vocabulary"), Name("head", "lm_head", "vocabulary"))
 _MATRICES = (
     *_ENDS,
@@ -260,12 +345,63 @@ def _qk_norms(change: str = "same") -> tuple[Name, ...]:
     return tuple(Name(f"layers.*.attn.{x}_norm", f"model.layers.*.self_attn.{x}_norm", change) for x in "qk")
 
 
+_EXPERTS = (
+    Name("layers.*.moe.router", "model.layers.*.mlp.gate"),
+    Name("layers.*.moe.experts.w_gate_up", "model.layers.*.mlp.experts.gate_up_proj", "gate_up"),
+    Name("layers.*.moe.experts.w_down", "model.layers.*.mlp.experts.down_proj"),
+)
+_SHARED_EXPERTS = tuple(
+    Name(f"layers.*.moe.shared.w_{part}", f"model.layers.*.mlp.shared_experts.{part}_proj")
+    for part in ("gate", "up", "down")
+)
+_LATENT_ATTENTION = (
+    Name("layers.*.attn.wq", "model.layers.*.self_attn.q_proj", "rotated_heads"),
+    Name("layers.*.attn.wq_a", "model.layers.*.self_attn.q_a_proj"),
+    Name("layers.*.attn.q_a_norm", "model.layers.*.self_attn.q_a_layernorm"),
+    Name("layers.*.attn.wq_b", "model.layers.*.self_attn.q_b_proj", "rotated_heads"),
+    Name("layers.*.attn.wkv_a", "model.layers.*.self_attn.kv_a_proj_with_mqa", "rotated_key"),
+    Name("layers.*.attn.kv_a_norm", "model.layers.*.self_attn.kv_a_layernorm"),
+    Name("layers.*.attn.wkv_b", "model.layers.*.self_attn.kv_b_proj"),
+    Name("layers.*.attn.wo", "model.layers.*.self_attn.o_proj"),
+)
+
 _PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _POST = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _SANDWICH = {"attn_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST}
 
 _LLAMA_KEYS = (*_KEYS, _HIDDEN_ACT, *_ATTENTION_BIAS, Key("mlp_bias", "mlp_bias"))
 _QWEN3_KEYS = (*_KEYS, _HIDDEN_ACT, *_ATTENTION_BIAS)
+_MIXTRAL_KEYS = (
+    *(key for key in _KEYS if key.ours != "ffn_dim"),
+    _HIDDEN_ACT,
+    Key("expert_dim", "intermediate_size"),
+    Key("n_experts", "num_local_experts", "at_least_one"),
+    Key("moe_top_k", "num_experts_per_tok"),
+)
+_QWEN3_MOE_KEYS = (
+    *_QWEN3_KEYS,
+    Key("expert_dim", "moe_intermediate_size"),
+    Key("n_experts", "num_experts", "at_least_one"),
+    Key("moe_top_k", "num_experts_per_tok"),
+    Key("router_norm", "norm_topk_prob"),
+)
+_DEEPSEEK_V3_KEYS = (
+    *(key for key in _KEYS if key.ours not in ("n_kv_heads", "head_dim", "norm_eps")),
+    _HIDDEN_ACT,
+    # transformers gives the norms of the latents this number, whatever the config says.
+    Key("norm_eps", "rms_norm_eps", "millionth"),
+    Key("kv_lora_rank", "kv_lora_rank"),
+    Key("q_lora_rank", "q_lora_rank"),
+    Key("v_head_dim", "v_head_dim"),
+    Key("expert_dim", "moe_intermediate_size"),
+    Key("n_experts", "n_routed_experts", "at_least_one"),
+    Key("shared_experts", "n_shared_experts", "at_least_one"),
+    Key("moe_top_k", "num_experts_per_tok"),
+    Key("router_norm", "norm_topk_prob"),
+    Key("router_scale", "routed_scaling_factor", "number"),
+    Key("router_groups", "n_group"),
+    Key("router_top_groups", "topk_group"),
+)
 _GEMMA1_KEYS = (*_GEMMA_KEYS, Key("mlp", "hidden_act", "gemma_activation"))
 _HIDDEN_ACTIVATION = Key("mlp", "hidden_activation", "activation")
 _GEMMA3_KEYS = (*_GEMMA_KEYS, _HIDDEN_ACTIVATION, _QUERY_SCALE, _SOFTCAP)
@@ -360,6 +496,79 @@ FAMILIES: Mapping[str, Family] = {
         # transformers 5.24 reads Gemma 3's attn_logit_softcapping and then does not apply it.
         must_be={**_NO_MLP_BIAS, "attn_logit_softcapping": (None,)},
         ignored=frozenset({"hidden_act"}),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        names=(*(name for name in _MATRICES if ".mlp." not in name.ours), *_EXPERTS, *_norms(**_PRE)),
+        keys=_MIXTRAL_KEYS,
+        fixed=_fixed(_MIXTRAL_KEYS, "moe_pattern", qkv_bias=False, out_bias=False),
+        defaults=_MIXTRAL_DEFAULTS,
+        window="all",
+        experts=Experts("block_sparse_moe", "w1", "w3", "w2"),
+        unread=frozenset({"ffn_dim"}),
+        aliases={"num_experts": "num_local_experts"},
+        must_be={**_EXPERT_MUST_BE, **_NO_BIAS, "router_jitter_noise": (0, None)},
+        ignored=frozenset({"router_aux_loss_coef"}),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        names=(*_MATRICES, *_EXPERTS, *_norms(**_PRE), *_qk_norms()),
+        keys=_QWEN3_MOE_KEYS,
+        fixed=_fixed(_QWEN3_MOE_KEYS, "moe_pattern", qk_norm="per_head"),
+        defaults=_QWEN3_MOE_DEFAULTS,
+        window="switch_all",
+        experts=Experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        dense_layers="step",
+        aliases={"num_local_experts": "num_experts"},
+        must_be={**_EXPERT_MUST_BE, **_NO_MLP_BIAS},
+        ignored=frozenset({"router_aux_loss_coef"}),
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        names=(
+            *(name for name in _MATRICES if ".attn." not in name.ours),
+            *_LATENT_ATTENTION,
+            *_EXPERTS,
+            Name("layers.*.moe.router.bias", "model.layers.*.mlp.gate.e_score_correction_bias"),
+            *_SHARED_EXPERTS,
+            *_norms(**_PRE),
+        ),
+        keys=_DEEPSEEK_V3_KEYS,
+        fixed=_fixed(
+            _DEEPSEEK_V3_KEYS,
+            "moe_pattern",
+            "attn_scale",
+            attention="mla",
+            qkv_bias=False,
+            out_bias=False,
+            router="sigmoid",
+            router_bias=True,
+        ),
+        defaults=_DEEPSEEK_V3_DEFAULTS,
+        experts=Experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        dense_layers="first",
+        latent=True,
+        further_layers=True,
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        written={
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": 0,
+        },
+        must_be={
+            **_EXPERT_MUST_BE,
+            **_NO_WINDOW,
+            **_NO_BIAS,
+            **_NO_MLP_BIAS,
+            "rope_interleave": (True,),
+            "scoring_func": ("sigmoid", None),
+            "topk_method": ("noaux_tc", None),
+            "moe_layer_freq": (1, None),
+        },
+        # The further-token layers take hidden states after the final norm, and `kforge_model.mtp` takes those before
+        # it: another function, so they are left out at both ends. The balance loss is no part of what is computed.
+        ignored=frozenset({"num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map"}),
     ),
 }
 """By model_type, in the order in which `config_to_hf` tries them."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kforge_model.config import ModelConfig
+from kforge_model.hf import latents
 from kforge_model.hf.families import Family
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -37,8 +38,8 @@ _UNSCALED: Mapping[str, Any] = {
 }
 
 
-def rope_from_hf(hf: Mapping[str, Any], family: Family, windows: bool) -> dict[str, Any]:
-    """The rope fields of ModelConfig. ``windows``: whether some layer has a window.
+def rope_from_hf(hf: Mapping[str, Any], family: Family, windows: bool, head_size: int) -> dict[str, Any]:
+    """The rope fields of ModelConfig, and attn_scale under latent attention. ``windows``: whether some layer has one.
 
     Raises ValueError for a rope_type, or something in it, that we do not compute, and when rope_scaling and
     rope_parameters say different things.
@@ -50,7 +51,8 @@ def rope_from_hf(hf: Mapping[str, Any], family: Family, windows: bool) -> dict[s
 
     def read(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not family.rope_by_layer:
-            return _read(parameters, theta, length, where)
+            fields = _read(parameters, theta, length, where)
+            return fields | {"attn_scale": latents.scale_from_hf(parameters, head_size)} if family.latent else fields
         if unknown := sorted(set(parameters) - {"full_attention", "sliding_attention"}):
             raise ValueError(f"{where} has {', '.join(unknown)}; wanted is one dict for each of its kinds of layer")
         full, windowed = (
@@ -140,8 +142,10 @@ def rope_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         scaling |= {"low_freq_factor": config.rope_low, "high_freq_factor": config.rope_high}
     if kind == "yarn":
         scaling |= {"beta_slow": config.rope_low, "beta_fast": config.rope_high}
-        if config.rope_attn_factor is not None:
+        mscales = latents.mscales_of(config) if family.latent else {}
+        if not mscales.get("mscale") and config.rope_attn_factor is not None:
             scaling["attention_factor"] = config.rope_attn_factor
+        scaling |= mscales
     full = {"rope_theta": theta, **scaling}
     if not family.rope_by_layer:
         old = None if scaling["rope_type"] == "default" else scaling

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kforge_model.config import ModelConfig
 from kforge_model.exchange import fuse, separate
+from kforge_model.hf import experts
 from kforge_model.hf.configs import find_family
 from kforge_model.hf.families import BUFFERS, FAMILIES, Family
 
@@ -22,6 +23,9 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None
     dtype; they are views of the given ones but for fused weights, a padded vocabulary, and the norms of Gemma, whose
     stored weight w means 1 + w: in bfloat16 that sum loses digits, so convert to float32 first where they matter.
     Rows of the vocabulary up to vocab_rows are zeros. The head of a tied model may be there, equal to the embedding.
+    Experts may have the names of files, or those of transformers' modules (`experts`): then weights are views of them
+    too. Layers of DeepSeek-V3 that predict further tokens are left out: theirs take the hidden states after the final
+    norm, ours (`mtp`) those before it, which is another function.
     Raises ValueError for names that are missing or not known, and for other shapes than the config's.
     """
     name = find_family(config) if family is None else family
@@ -29,6 +33,9 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None
     wanted = separate(_meta_state(config), config)
     pairs = {ours: names.theirs(ours) for ours in wanted}
     state = {key: tensor for key, tensor in state.items() if not re.fullmatch(BUFFERS, key)}
+    if FAMILIES[name].further_layers:
+        state = _without_further_layers(state, config)
+    state = experts.join(state, config, FAMILIES[name])
     if config.tie_embeddings:
         _drop_tied(state, names.theirs("head.weight"), names.theirs("embed.weight"))
     _check_names(state, pairs.values(), f"state dict of {name}")
@@ -40,13 +47,18 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None
     return fuse(result, config)
 
 
-def to_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None = None) -> dict[str, Tensor]:
+def to_hf(
+    state: Mapping[str, Tensor], config: ModelConfig, family: str | None = None, *, joined_experts: bool = False
+) -> dict[str, Tensor]:
     """The state dict of a Transformer -> the one of Hugging Face's model of a family. The inverse of `from_hf`.
 
-    A tied head is left out, as transformers does when it saves. Raises ValueError for names that are missing or not
-    known, for other shapes than the config's, and for parts that the family has no name for.
+    A tied head is left out, and experts have the names of files, each by itself, as transformers does when it saves.
+    ``joined_experts``: they have those of transformers' modules, for its ``load_state_dict``. Raises ValueError for
+    names that are missing or not known, for other shapes than the config's, and for parts that the family has no name
+    for.
     """
-    names = _Names(find_family(config) if family is None else family)
+    name = find_family(config) if family is None else family
+    names = _Names(name)
     wanted, given = _meta_state(config), dict(state)
     if config.tie_embeddings:
         _drop_tied(given, "head.weight", "embed.weight")
@@ -54,7 +66,8 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None =
     for ours, tensor in given.items():
         _check_shape(ours, tensor, wanted[ours].shape)
     parts = separate(given, config)
-    return {names.theirs(ours): CHANGES[names.change(ours)].to_hf(tensor, config) for ours, tensor in parts.items()}
+    result = {names.theirs(ours): CHANGES[names.change(ours)].to_hf(tensor, config) for ours, tensor in parts.items()}
+    return result if joined_experts else experts.split(result, FAMILIES[name])
 
 
 class Change(NamedTuple):
@@ -75,6 +88,32 @@ def _pad(tensor: Tensor, config: ModelConfig) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
 
 
+def _halves(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of what is rotated, neighbours in pairs (2i, 2i + 1) -> in pairs (i, i + R/2), R = rope_size."""
+    return tensor.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
+
+
+def _neighbours(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The inverse of `_halves`."""
+    return tensor.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
+
+
+def _of_key(change: Callable[[Tensor, ModelConfig], Tensor]) -> Callable[[Tensor, ModelConfig], Tensor]:
+    """Only the last rope_size rows are rotated."""
+
+    def changed(tensor: Tensor, config: ModelConfig) -> Tensor:
+        plain = tensor.shape[-2] - config.rope_size
+        return torch.cat((tensor[..., :plain, :], change(tensor[..., plain:, :], config)), dim=-2)
+
+    return changed
+
+
+def _of_heads(change: Callable[[Tensor, ModelConfig], Tensor]) -> Callable[[Tensor, ModelConfig], Tensor]:
+    """Of each head, only the last rope_size rows are rotated."""
+    of_head = _of_key(change)
+    return lambda tensor, config: of_head(tensor.unflatten(0, (config.n_heads, -1)), config).flatten(0, 1)
+
+
 CHANGES: Mapping[str, Change] = {
     "same": Change(lambda tensor, config: tensor, lambda tensor, config: tensor),
     "one_more": Change(lambda tensor, config: _plus(tensor, 1), lambda tensor, config: _plus(tensor, -1)),
@@ -82,6 +121,13 @@ CHANGES: Mapping[str, Change] = {
         _pad,
         lambda tensor, config: tensor[: config.vocab_size],
         lambda shape, config: torch.Size((config.vocab_size, *shape[1:])),
+    ),
+    "rotated_heads": Change(_of_heads(_halves), _of_heads(_neighbours)),
+    "rotated_key": Change(_of_key(_halves), _of_key(_neighbours)),
+    "gate_up": Change(
+        lambda tensor, config: tensor.unflatten(1, (2, -1)),
+        lambda tensor, config: tensor.flatten(1, 2),
+        lambda shape, config: torch.Size((shape[0], 2 * shape[2], shape[3])),
     ),
 }
 
@@ -130,6 +176,13 @@ def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
 
     with torch.device("meta"):
         return dict(Transformer(config).state_dict())
+
+
+def _without_further_layers(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The same without layers past the last one that begin with a projection of hidden state and embedding."""
+    layers = (re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", key) for key in state)
+    further = {f"model.layers.{match[1]}." for match in layers if match and int(match[1]) >= config.n_layers}
+    return {key: tensor for key, tensor in state.items() if not key.startswith(tuple(further))}
 
 
 def _drop_tied(state: dict[str, Tensor], head: str, embed: str) -> None:

@@ -11,6 +11,7 @@ from kforge_model.hf.families import Family
 KEYS: Mapping[str, frozenset[str]] = {
     "none": frozenset(),
     "all": frozenset({"sliding_window"}),
+    "switch_all": frozenset({"sliding_window", "use_sliding_window", "max_window_layers"}),
     "switch": frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"}),
     "types": frozenset({"sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"}),
 }
@@ -22,15 +23,20 @@ _TYPES = {letter: kind for kind, letter in _LETTERS.items()}
 
 def windows_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields window and window_pattern of ModelConfig. Raises ValueError for layers that are neither windowed nor
-    full, and for windowed ones without a width."""
+    full, for windowed ones without a width, and for a first windowed layer where transformers has none."""
     if family.window == "none":
         return {"window": None, "window_pattern": "W"}
     width = hf.get("sliding_window", family.defaults["sliding_window"])
     n_layers: int = hf["num_hidden_layers"]
-    if family.window == "all":
-        return {"window": width, "window_pattern": "W"}
-    if family.window == "switch" and not hf.get("use_sliding_window", family.defaults["use_sliding_window"]):
+    if family.window.startswith("switch") and not hf.get("use_sliding_window", family.defaults["use_sliding_window"]):
         width = None
+    if family.window == "switch_all" and width is not None and hf.get("max_window_layers"):
+        raise ValueError(
+            f"max_window_layers = {hf['max_window_layers']} with use_sliding_window: older readers begin with the "
+            "window there, and transformers 5 has it in all layers"
+        )
+    if family.window in ("all", "switch_all"):
+        return {"window": width, "window_pattern": "W"}
     types = hf.get("layer_types")
     if types is not None:
         if len(types) != n_layers:
@@ -63,12 +69,12 @@ def windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window == "types":  # transformers wants a width even where no layer has it
         return {"sliding_window": config.window if windowed else config.max_seq_len, "layer_types": types}
     full = letters.find("W") if windowed else len(letters)  # read where layer_types is not, by older transformers
-    return {
+    switch = {
         "use_sliding_window": windowed,
         "sliding_window": config.window if windowed else None,
         "max_window_layers": full,
-        "layer_types": types,
     }
+    return switch if family.window == "switch_all" else {**switch, "layer_types": types}
 
 
 def letters_of(config: ModelConfig) -> str:
