@@ -42,7 +42,15 @@ def test_a_layout_to_come_is_drawn_and_said_to_be_refused(capsys):
     shown = capsys.readouterr().out
     assert "ep [0 1 2 3]" in shown
     assert "dp_shard × cp (FSDP)" in shown
-    assert "not trained by this version: context and expert parallelism is not available" in shown
+    assert "not trained by this version: context parallelism is not available" in shown
+
+
+def test_experts_have_a_picture_of_their_own(capsys):
+    assert main(["mesh", "--world", "8", "--tp", "2", "--ep", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "experts (expert_shard 2 × ep 4):" in shown
+    assert "expert_shard 1  ep [4 5 6 7]" in shown
+    assert "not trained" not in shown
 
 
 def test_many_ranks_are_abbreviated(capsys):

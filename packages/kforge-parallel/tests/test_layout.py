@@ -13,7 +13,7 @@ def test_every_set_of_axes_is_accepted_or_refused_in_words():
     axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}
     assert set(LAYOUT_CLASSES) == {frozenset(s) for n in range(7) for s in itertools.combinations(axes, n)}
     for layout, sentence in LAYOUT_CLASSES.items():
-        missing = layout & {"pp", "cp", "ep"}
+        missing = layout & {"pp", "cp"}
         assert (sentence is None) == (not missing)
         assert all(f"parallel.{axis}" in sentence for axis in missing)
 
@@ -26,11 +26,32 @@ def test_every_pair_and_the_triple_of_replicas_shards_and_tp_is_accepted(layout)
     assert axes == {"pp": 1, "cp": 1, "ep": 1, **sizes}
 
 
-@pytest.mark.parametrize("axis", ["cp", "pp", "ep"])
+@pytest.mark.parametrize(
+    ("axes", "world"),
+    [
+        ({"dp_shard": 4, "ep": 2}, 4),
+        ({"dp_shard": 8, "ep": 8}, 8),
+        ({"tp": 2, "ep": 2, "dp_shard": 1}, 2),
+        ({"dp_replicate": 2, "tp": 2, "ep": 2, "dp_shard": 1}, 4),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 4}, 8),
+    ],
+    ids=str,
+)
+def test_experts_are_laid_over_any_of_the_others(axes, world):
+    got = check_layout(ParallelConfig(**axes), world, {**SHAPE, "n_experts": 8}, 64)
+    assert got == {"pp": 1, "dp_replicate": 1, "cp": 1, "tp": 1, **axes}
+
+
+def test_ranks_that_hold_the_same_tokens_cannot_send_them_to_experts():
+    said = refusal(2, {**SHAPE, "n_experts": 4}, tp=2, sequence_parallel=False)
+    assert "parallel.sequence_parallel = false" in said and "model.n_experts = 4" in said
+    assert check_layout(ParallelConfig(sequence_parallel=False), 2, {**SHAPE, "n_experts": 4})["tp"] == 1
+
+
+@pytest.mark.parametrize("axis", ["cp", "pp"])
 def test_what_is_to_come_is_refused_with_what_to_set(axis):
-    shape = {**SHAPE, "n_experts": 4}
     with pytest.raises(ValueError, match=rf"not available in this version; set parallel\.{axis} to 1.*{axis} 2"):
-        check_layout(ParallelConfig(**{axis: 2}), 4, shape)
+        check_layout(ParallelConfig(**{axis: 2}), 4, SHAPE)
 
 
 def test_what_is_to_come_is_refused_before_the_number_of_processes_is_looked_at():

@@ -54,6 +54,35 @@ def test_replicas_that_differ_are_named_on_every_rank():
         assert message.startswith("ranks [3] hold other values than rank 0") and "(whole)" in message
 
 
+class Biased(nn.Module):
+    """A buffer that is trained beside the optimizer, and one that is a rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("bias", torch.zeros(4))
+        self.register_buffer("table", torch.zeros(4), persistent=False)
+
+
+def buffers(rank, world, name):
+    from kforge_parallel import check_replicas, launch, parallelize
+
+    model = parallelize(Biased, launch(), precision="fp32")
+    if rank == 1:
+        model.get_buffer(name)[2] = 1e-3
+    try:
+        check_replicas(model)
+    except RuntimeError as error:
+        return str(error)
+    return "alike"
+
+
+def test_buffers_that_a_checkpoint_holds_are_compared():
+    for message in run_ranks(buffers, 2, "bias", init=False):
+        assert message.startswith("ranks [1] hold other values than rank 0") and "(whole)" in message
+    assert run_ranks(buffers, 2, "table", init=False) == ["alike"] * 2
+
+
 def filled(rank, world, layout, seeds):
     """A model whose init draws with torch's own generator, as init functions for one process do."""
     from kforge_parallel import ParallelConfig, launch, parallelize

@@ -21,3 +21,14 @@ def times_written(tensor: torch.Tensor) -> int:
     """How often a tensor has been changed in place. Autograd counts it to find saved tensors that were overwritten;
     stands in for a public ``Tensor.version``."""
     return int(tensor._version)
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> buffer, of those that a checkpoint holds. Stands in for a public ``named_buffers(persistent=True)``:
+    ``state_dict`` would run the hooks of all modules."""
+    return {
+        f"{owner}.{name}".lstrip("."): buffer
+        for owner, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }

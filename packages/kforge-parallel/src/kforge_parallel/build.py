@@ -1,8 +1,8 @@
 """`parallelize`: from a function that builds a model to that model, spread over the mesh and filled.
 
-The order is fixed, as each step needs what the one before left: build on meta, tensor parallelism, recompute,
-compile, shard, allocate, fill. A model that can say how each of its values starts (``init_weights``, or the ``init``
-argument) is never whole on one device. Any other is built on the CPU, and rank 0's values are given to all.
+The order is fixed, as each step needs what the one before left: build on meta, expert and tensor parallelism,
+recompute, compile, shard, allocate, fill. A model that can say how each of its values starts (``init_weights``, or the
+``init`` argument) is never whole on one device. Any other is built on the CPU, and rank 0's values are given to all.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from kforge_parallel._torch import times_written
 from kforge_parallel.activation import recompute_blocks
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.config import ParallelConfig
+from kforge_parallel.expert import spread_experts
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
+from kforge_parallel.plan import Resolved, resolve_plan
 from kforge_parallel.precision import precision_of
 from kforge_parallel.replicas import check_replicas
 from kforge_parallel.tensor import apply_plan
@@ -75,8 +77,12 @@ def parallelize(
         model.to(device=mesh.device)
     _tie(model, tied)
     check("conversion")
-    if mesh.tp_size > 1:
-        _split_tensors(model, mesh, plan, config.sequence_parallel)
+    words = _resolve(model, mesh, plan) if mesh.tp_size > 1 else None
+    experts = spread_experts(model, mesh, words.parameters if words else {})
+    check("expert parallelism")
+    if words is not None:
+        kv_heads = getattr(model, "shape", {}).get("n_kv_heads")
+        apply_plan(model, mesh.tp, words, sequence_parallel=config.sequence_parallel, kv_heads=kv_heads)
         check("tensor parallelism")
     recompute_blocks(block_list, config.recompute)
     if config.compile:
@@ -89,6 +95,7 @@ def parallelize(
             precision=precision,
             blocks=block_list,
             gradients=gradients,
+            experts=experts,
             reshard_after_forward=config.reshard_after_forward,
             cast_inputs=cast_inputs,
             prefetch=config.prefetch,
@@ -128,7 +135,8 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
     return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
 
 
-def _split_tensors(model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None, sequence_parallel: bool) -> None:
+def _resolve(model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None) -> Resolved:
+    """The plan given, or the model's own, laid over the model."""
     if plan is None:
         plan = getattr(model, "plan", None)
     if plan is None:
@@ -136,8 +144,7 @@ def _split_tensors(model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None,
             f"tp = {mesh.tp_size} needs to know how to cut {type(model).__name__}: give the class an attribute `plan`, "
             "or pass plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …}"
         )
-    kv_heads = getattr(model, "shape", {}).get("n_kv_heads")
-    apply_plan(model, mesh.tp, plan, sequence_parallel=sequence_parallel, kv_heads=kv_heads)
+    return resolve_plan(model, plan)
 
 
 def _names(model: nn.Module) -> list[str]:

@@ -4,9 +4,11 @@ gradients are reduced. With ``dp_replicate`` above 1 (HSDP) shards are reduced o
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -53,6 +55,7 @@ def shard(
     precision: Precision,
     blocks: list[nn.Module],
     gradients: str,
+    experts: list[nn.Module] | None = None,
     reshard_after_forward: bool = True,
     cast_inputs: bool = True,
     prefetch: int = 0,
@@ -62,13 +65,17 @@ def shard(
 
     ``gradients="sum"``: a gradient is the sum over ranks. The factor and the sum-only reduction are set on every
     unit, as neither of torch's setters reaches the children. ``"mean"``: the mean over ranks, torch's default.
+
+    experts: modules whose parameters ep has dealt out, a unit each, on the expert root. A gradient comes to them with
+    the tokens of a whole ep group in it, so they know sums only; for ``"mean"`` each sum is divided by the number of
+    data ranks, as the other gradients are.
     """
     if gradients not in ("sum", "mean"):
         raise ValueError(f"gradients = {gradients!r} must be 'sum' or 'mean'")
-    data = mesh.fsdp
-    shards = data.size(data.ndim - 1)
+    dealt = experts or []
 
-    def unit(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+    def unit(modules: nn.Module | list[nn.Module], reshard: bool, data: DeviceMesh = mesh.fsdp) -> None:
+        shards = data.size(data.ndim - 1)
         fully_shard(  # type: ignore[call-overload]
             modules,
             mesh=data,
@@ -80,21 +87,38 @@ def shard(
 
     groups = find_units(model)
     _check_units(model, [*([block] for block in blocks), *groups], len(blocks))
+    for module in dealt:
+        unit(module, reshard_after_forward, mesh.expert_fsdp)
     for block in blocks:
         unit(block, reshard_after_forward)
     for i, group in enumerate(groups):
         # The last unit is the first that backward needs: to free it in between would be to gather it twice.
         unit(group, reshard_after_forward and i < len(groups) - 1)
     unit(model, False)
-    if prefetch:
-        for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])  # type: ignore[operator]
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])  # type: ignore[operator]
-    if gradients == "sum":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
-                module.set_gradient_divide_factor(1.0)
+    _set_prefetch(blocks, dealt, prefetch)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (gradients == "sum" or module in dealt):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+            module.set_gradient_divide_factor(1.0)
+            if gradients == "mean":  # no factor: torch 2.13 divides by it twice where there is one shard
+                module.set_all_reduce_hook(partial(_divide, mesh.data_size))
+
+
+def _divide(by: int, total: torch.Tensor) -> None:
+    total.div_(by)
+
+
+def _set_prefetch(blocks: list[nn.Module], dealt: list[nn.Module], ahead: int) -> None:
+    """Gather blocks ``ahead`` of the one that runs; and with each block its own experts, which would else be gathered
+    when their tokens are there, with nothing to compute meanwhile."""
+    units = [[block, *(module for module in block.modules() if module in dealt)] for block in blocks]
+    for i, (block, *experts) in enumerate(units):
+        later = [module for unit in units[i + 1 : i + 1 + ahead] for module in unit]
+        if experts or later:
+            block.set_modules_to_forward_prefetch(experts + later)  # type: ignore[operator]
+        earlier = [module for unit in units[max(0, i - ahead) : i][::-1] for module in unit]
+        if earlier:
+            block.set_modules_to_backward_prefetch(experts + earlier)  # type: ignore[operator]
 
 
 def _check_units(model: nn.Module, units: list[list[nn.Module]], blocks: int) -> None:

@@ -13,7 +13,7 @@ from itertools import combinations
 from kforge_parallel.axes import AXES, product_text, resolve_axes
 from kforge_parallel.config import ParallelConfig
 
-_NOT_YET = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+_NOT_YET = {"pp": "pipeline", "cp": "context"}
 
 
 def _sentence(axes: frozenset[str]) -> str | None:
@@ -80,6 +80,12 @@ def check_layout(
         raise
     if shape is not None:
         _check_shape(axes, shape)
+        if shape.get("n_experts") and axes["tp"] > 1 and not config.sequence_parallel:
+            raise ValueError(
+                f"parallel.sequence_parallel = false cannot be with parallel.tp = {axes['tp']} and experts "
+                f"(model.n_experts = {shape['n_experts']}): every tensor-parallel rank would send the whole row to "
+                "them; set sequence_parallel to true, or tp to 1"
+            )
     if row_tokens is not None and config.sequence_parallel and row_tokens % axes["tp"]:
         raise ValueError(
             f"data.row_tokens = {row_tokens} cannot be split over parallel.tp = {axes['tp']}, as "

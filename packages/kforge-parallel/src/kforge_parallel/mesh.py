@@ -66,6 +66,14 @@ class Mesh:
         return self.device_mesh["dp_shard"]
 
     @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """The mesh for FSDP2 of experts that ep deals out, 1-D or 2-D as `fsdp`; only where ep is above 1."""
+        assert self.expert_mesh is not None
+        if self.axes["dp_replicate"] > 1:
+            return self.expert_mesh["dp_replicate", "expert_shard"]
+        return self.expert_mesh["expert_shard"]
+
+    @property
     def tp(self) -> DeviceMesh:
         """The 1-D mesh of the ranks that split each matrix with this one; of size 1 where tp is 1."""
         return self.device_mesh["tp"]

@@ -14,6 +14,7 @@
     rowwise          [out, in] cut along dim 1        a part of the sum, which is then summed over ranks
     sequence         whole                            one part of the row (the whole row without sequence_parallel)
     replicate        whole                            the same function on other heads or features than other ranks
+    experts          whole; [E/ep, …] where ep > 1    experts that get other tokens on each rank
     vocab_embedding  [vocab, …] cut along dim 0       rows of its own part of the vocabulary, zeros for others
     vocab_loss       [vocab, …] cut along dim 0       logits and loss over its own part of the vocabulary
 
@@ -38,6 +39,7 @@ WORDS = (
     "rowwise",
     "sequence",
     "replicate",
+    "experts",
     "vocab_embedding",
     "vocab_loss",
 )

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from kforge_parallel._torch import persistent_buffers
+
 CHUNK = 1 << 24
 MULTIPLIER = -7046029254386353131
 """2^64 over the golden ratio, odd, as a signed number: spreads small differences over all bits."""
@@ -34,7 +36,8 @@ def bits_digest(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
-    """Compare the parameters of all ranks. Does nothing on one. Collective; waits for the device.
+    """Compare the parameters of all ranks, and the floating-point buffers that a checkpoint holds (the bias of a
+    router, say). Does nothing on one rank. Collective; waits for the device.
 
     Raises RuntimeError, on every rank alike, when ranks that hold the same piece (replicas, or what tensor parallelism
     leaves whole) differ in a bit, naming the ranks; and when all pieces of a parameter are filled with the same numbers
@@ -46,15 +49,17 @@ def check_replicas(model: nn.Module) -> None:
     names: list[str] = []
     digests: list[torch.Tensor] = []
     varied: list[bool] = []
-    for name, parameter in model.named_parameters():
-        local, piece = parameter.detach(), ""
-        if isinstance(parameter, DTensor):
-            mesh, local = parameter.device_mesh, parameter.to_local()
-            dims = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), parameter.placements, strict=True)
+    buffers = {name: buffer for name, buffer in persistent_buffers(model).items() if buffer.is_floating_point()}
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
+        local, piece = tensor.detach(), ""
+        if isinstance(tensor, DTensor):
+            mesh, local = tensor.device_mesh, tensor.to_local()
+            dims = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
             piece = ", ".join(f"{dim} {at}" for dim, at, how in dims if not how.is_replicate() and mesh[dim].size() > 1)
         pieces.setdefault(piece or "whole", []).append(len(names))
         names.append(name)
-        digests.append(bits_digest(local))
+        digest = bits_digest(local)
+        digests.append(digest.to(digests[0].device) if digests else digest)  # offloaded parameters, buffers on CUDA
         varied.append(bool(piece) and local.numel() > 0 and bool(local.min() < local.max()))
     if not names:
         return

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from kforge_parallel.collectives import copy, gather, reduce, scatter, summed
-from kforge_parallel.plan import resolve_plan
+from kforge_parallel.plan import Resolved
 
 SEQUENCE = -2
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -40,7 +40,7 @@ Local = Callable[[Tensor], Tensor]
 def apply_plan(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, str],
+    plan: Resolved,
     *,
     sequence_parallel: bool = True,
     kv_heads: int | None = None,
@@ -48,33 +48,36 @@ def apply_plan(
     """Cut the parameters of ``model`` over the 1-D ``mesh`` as ``plan`` says, and make its modules compute so.
 
     In place; names do not change and tied parameters stay tied. Parameters may be on meta, or hold the same values on
-    every rank. ``kv_heads``: key/value heads of each attention, for ``colwise_kv``.
+    every rank; experts that ep has dealt out are left as they are. ``kv_heads``: key/value heads of each attention,
+    for ``colwise_kv``.
 
-    Raises ValueError for a plan that does not fit the model, and for sizes that do not divide, with both numbers.
+    Raises ValueError for sizes that do not divide, with both numbers, and for what a module cannot be asked to do.
     """
-    resolved = resolve_plan(model, plan)
     split = _Split(mesh, sequence_parallel, kv_heads)
     placed: dict[nn.Parameter, tuple[str, Placement]] = {}
     owners: dict[str, dict[str, str]] = {}
-    for name, word in resolved.parameters.items():
+    for name, word in plan.parameters.items():
         owner, _, leaf = name.rpartition(".")
-        owners.setdefault(owner, {})[leaf] = word
         parameter = model.get_parameter(name)
+        if isinstance(parameter, DTensor):
+            continue
+        owners.setdefault(owner, {})[leaf] = word
         placement = split.placement(name, parameter, word)
         first, where = placed.setdefault(parameter, (name, placement))
         if where != placement:
             raise ValueError(f"{first} and {name} are one parameter, but the plan cuts them as {where} and {placement}")
-    cut = {parameter: split.cut(parameter, placement) for parameter, (_, placement) in placed.items()}
-    for name in resolved.parameters:
+    parts = {parameter: cut(parameter, mesh, placement) for parameter, (_, placement) in placed.items()}
+    for name in plan.parameters:
         owner, _, leaf = name.rpartition(".")
         whole = model.get_parameter(name)
-        if whole in cut:  # not yet reached by another name of its module
-            model.get_submodule(owner).register_parameter(leaf, cut[whole])
-    gathers = [name for name, word in resolved.modules.items() if word == "gather"]
+        if whole in parts:  # not yet reached by another name of its module
+            model.get_submodule(owner).register_parameter(leaf, parts[whole])
+    gathers = [name for name, word in plan.modules.items() if word == "gather"]
 
     def inside(name: str, *, or_same: bool) -> bool:
         return any(name.startswith(whole + ".") or (or_same and name == whole) for whole in gathers)
 
+    _check_experts([name for name, word in plan.parameters.items() if word == "experts"], split, inside)
     # A module that is used in two places has two names, and is changed once.
     for module in {model.get_submodule(name) for name in gathers if not inside(name, or_same=False)}:
         _replace_forward(module, before=split.enter, before_all=True)
@@ -96,6 +99,34 @@ def _refuse_dropout(model: nn.Module) -> None:
                 "tensor-parallel rank would drop others of the same row; set parallel.sequence_parallel to true, or p "
                 "to 0"
             )
+
+
+def _check_experts(names: list[str], split: _Split, inside: Callable[..., bool]) -> None:
+    """Raise ValueError where ranks of a group would hold the same tokens before experts."""
+    for name in names:
+        whole = inside(name, or_same=False)
+        if whole or not split.sequence_parallel:
+            raise ValueError(
+                f"{name} is of experts, and under tp = {split.size} each rank sends them its own part of a row; here "
+                "every rank would send the whole row, and a token be counted once a rank. "
+                + (
+                    "Take 'gather' off the modules around it in the plan"
+                    if whole
+                    else "Set parallel.sequence_parallel to true, or tp to 1"
+                )
+            )
+
+
+def cut(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """The parameter as a DTensor over a 1-D mesh that holds this rank's part; nothing is sent."""
+    local = parameter.detach()
+    if isinstance(placement, Shard):
+        part = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+        local = part.clone(memory_format=torch.contiguous_format)
+    whole = DTensor.from_local(
+        local, mesh, (placement,), run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 class _Split:
@@ -161,16 +192,6 @@ class _Split:
                 f"{name} has {shape[1] - 2} query heads for each of {shape[0]} key/value heads, which the {sharing} "
                 f"ranks that share one under tp = {self.size} cannot have in equal numbers; use a smaller tp"
             )
-
-    def cut(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-        """The parameter as a DTensor that holds this rank's part; nothing is sent."""
-        local = parameter.detach()
-        if isinstance(placement, Shard):
-            local = local.chunk(self.size, placement.dim)[self.rank].clone(memory_format=torch.contiguous_format)
-        whole = DTensor.from_local(
-            local, self.mesh, (placement,), run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def own_head_rows(self, weight: Tensor) -> Tensor:
         """Of a whole [KV * Dh, …] weight, the rows of the head that this rank's queries need."""
@@ -251,7 +272,7 @@ class _Split:
         what follows: everything inside of a gathered module is followed by this rank's features only.
         """
         alone = (
-            word == "replicate"
+            word in ("replicate", "experts")
             or (word == "sequence" and (gathered or self.sequence_parallel))
             or (word == "rowwise" and self.sequence_parallel)
             or (word in BY_KV_HEAD and not self.has_own_head(""))
@@ -287,6 +308,16 @@ class _Split:
             return self.leave(look_up(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
 
         module.forward = forward
+
+
+def compute_locally(module: nn.Module) -> None:
+    """Make a module compute on this rank's part of its own parameters, which are DTensors."""
+
+    def local(parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        return parameter.to_local()
+
+    _replace_forward(module, local=dict.fromkeys((name for name, _ in module.named_parameters(recurse=False)), local))
 
 
 def _replace_forward(
