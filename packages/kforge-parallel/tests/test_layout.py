@@ -14,6 +14,8 @@ def test_every_set_of_axes_is_accepted_or_refused_in_words():
     assert set(LAYOUT_CLASSES) == {frozenset(s) for n in range(7) for s in itertools.combinations(axes, n)}
     for layout, sentence in LAYOUT_CLASSES.items():
         missing = layout & {"pp", "cp"}
+        if "ep" in layout and not layout & {"dp_shard", "cp", "tp"}:
+            missing = {"ep"}  # lies over others
         assert (sentence is None) == (not missing)
         assert all(f"parallel.{axis}" in sentence for axis in missing)
 
@@ -40,6 +42,14 @@ def test_every_pair_and_the_triple_of_replicas_shards_and_tp_is_accepted(layout)
 def test_experts_are_laid_over_any_of_the_others(axes, world):
     got = check_layout(ParallelConfig(**axes), world, {**SHAPE, "n_experts": 8}, 64)
     assert got == {"pp": 1, "dp_replicate": 1, "cp": 1, "tp": 1, **axes}
+
+
+@pytest.mark.parametrize("axes", [{}, {"dp_replicate": 2}], ids=str)
+def test_experts_are_laid_over_nothing_else(axes):
+    with pytest.raises(
+        ValueError, match=r"laid over dp_shard, cp and tp, and each of them is 1; set parallel\.ep to 1"
+    ):
+        check_layout(ParallelConfig(dp_shard=1, ep=2, **axes), 2 if axes else 1)
 
 
 def test_ranks_that_hold_the_same_tokens_cannot_send_them_to_experts():

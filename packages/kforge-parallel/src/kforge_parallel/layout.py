@@ -18,6 +18,8 @@ _NOT_YET = {"pp": "pipeline", "cp": "context"}
 
 def _sentence(axes: frozenset[str]) -> str | None:
     missing = [axis for axis in _NOT_YET if axis in axes]
+    if "ep" in axes and not axes & {"dp_shard", "cp", "tp"}:
+        return "expert parallelism is laid over dp_shard, cp and tp, and each of them is 1; set parallel.ep to 1"
     if not missing:
         return None
     kinds, keys = _list([_NOT_YET[axis] for axis in missing]), _list([f"parallel.{axis}" for axis in missing])
