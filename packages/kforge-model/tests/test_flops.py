@@ -37,12 +37,23 @@ CONFIGS = {
         "mla": MLA,
         "mla-queries": {**MLA, "q_lora_rank": 14, "v_head_dim": None},
         "mla-gate-layernorm": {**MLA, "q_lora_rank": 14, "attn_gate": True, "sinks": True, "norm": "layernorm"},
+        "experts": {"n_experts": 6, "expert_dim": 24},
+        "experts-shared": {
+            "n_experts": 8,
+            "moe_top_k": 3,
+            "shared_experts": 2,
+            "router": "sigmoid",
+            "router_bias": True,
+        },
+        "experts-plain": {"n_experts": 4, "mlp": "relu2", "shared_experts": 1, "expert_dim": 8, "tie_embeddings": True},
+        "experts-dense-first": {"n_experts": 8, "moe_pattern": "DMM", "n_layers": 3, "expert_dim": 48, "mtp_depth": 1},
         "mtp": {"mtp_depth": 2, "n_kv_heads": 2},
         "mtp-mla-tied": {**MLA, "mtp_depth": 1, "tie_embeddings": True, "norm_placement": "post"},
         "mtp-window": {"mtp_depth": 2, "window": 5, "window_pattern": "WWF"},
     }.items()
 }
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+EXPERTS = [name for name in CONFIGS if name.startswith("experts")]
 S = 14
 
 
@@ -50,10 +61,19 @@ S = 14
 def test_number_of_parameters(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = Transformer(config)
-    assert num_parameters(config) == num_parameters(config, active=True) == sum(p.numel() for p in model.parameters())
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+    unmet = sum(
+        p.numel() * (config.n_experts - config.moe_top_k) // config.n_experts
+        for n, p in model.named_parameters()
+        if ".experts." in n
+    )
+    assert num_parameters(config, active=True) == num_parameters(config) - unmet
     shape = model_shape(config)
     assert shape["parameters"] == num_parameters(config)
-    assert shape["block_parameters"] == sum(p.numel() for p in model.layers["0"].parameters())
+    blocks = [*model.layers.values(), *(depth.block for depth in model.mtp.values())]
+    assert shape["block_parameters"] == max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    assert shape.get("n_experts", 0) == config.n_experts
+    assert ("ffn_dim" in shape) == any(block.mlp is not None for block in blocks)
     assert shape["vocab_size"] == model.embed.weight.shape[0]
     assert shape["n_kv_heads"] == (config.n_heads if config.attention == "mla" else config.kv_heads)
     assert shape["head_dim"] == config.head_size
@@ -109,7 +129,9 @@ def test_against_torchs_counter(config: ModelConfig, documents: tuple[int, ...],
         assert flops_per_token(config, S, causal) == flops_per_token(config, documents, causal)
 
 
-@pytest.mark.parametrize("name", ["mha", "gqa", "mqa", "head-dim-tied", "gelu-biases", "mla", "mtp", "gemma-like"])
+@pytest.mark.parametrize(
+    "name", ["mha", "gqa", "mqa", "head-dim-tied", "gelu-biases", "mla", "mtp", "gemma-like", *EXPERTS]
+)
 def test_against_torchs_counter_with_the_models_own_core(name: str) -> None:
     config = CONFIGS[name]
     model = Transformer(config)
@@ -134,6 +156,44 @@ def test_by_hand() -> None:
     whole = flops_per_token(ModelConfig(**{**PRESETS["mistral-7b"], "window": None}), 1)
     assert whole is not None
     assert flops_per_token(mistral, 8192) == whole + 12 * 32 * 4096 * (seen - 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lengths", [1024, 8192, (1000, 24, 5000, 2168)], ids=["1k", "8k", "packed"])
+def test_utilisation_of_moe_models_is_not_overstated(tied: bool, lengths: int | tuple[int, ...]) -> None:
+    """Of 8 experts of a dense model's size, top 2 and one shared cost three times its feed-forward half, and not nine;
+    the head is counted, the look-up is not."""
+    sizes = {"vocab_size": 32_000, "dim": 512, "n_layers": 6, "n_heads": 8, "ffn_dim": 1536, "tie_embeddings": tied}
+    dense = ModelConfig(**sizes)
+    sparse = ModelConfig(**sizes, n_experts=8)
+    shared = ModelConfig(**sizes, n_experts=8, shared_experts=1)
+    feed_forward, router = 6 * 6 * 3 * 512 * 1536, 6 * 6 * 512 * 8
+    cost, with_experts, with_shared = (flops_per_token(config, lengths) for config in (dense, sparse, shared))
+    assert with_experts == cost + feed_forward + router
+    assert with_shared == cost + 2 * feed_forward + router
+    parts = [lengths] if isinstance(lengths, int) else lengths
+    pairs = sum(n * (n + 1) / 2 for n in parts) / sum(parts)
+    by_hand = 6 * (6 * 4 * 512**2 + 6 * 3 * 3 * 512 * 1536 + 6 * 512 * 8 + 512 * 32_000) + 12 * 6 * 512 * pairs
+    assert with_shared == pytest.approx(by_hand, rel=1e-12)
+    every, active = num_parameters(shared), num_parameters(shared, active=True)
+    assert every is not None and active is not None and every - active == 6 * 6 * 3 * 512 * 1536
+
+
+def test_what_experts_compute_again_is_not_counted() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    config = CONFIGS["experts-shared"]
+    model = Transformer(config)
+    ids = torch.zeros(2, S, dtype=torch.int64)
+    for block in model.layers.values():
+        plain = block.forward
+        block.forward = lambda *a, plain=plain: checkpoint(plain, *a, use_reentrant=False)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss, _ = model(ids, labels=ids, scale=1.0)
+        loss.backward()
+    counted_once = 2 * S * flops_per_token(config, S, causal=False)
+    head = 3 * 2 * 2 * S * config.dim * config.vocab_size
+    assert counter.get_total_flops() == pytest.approx(head + (counted_once - head) * 4 / 3, rel=0.01)
 
 
 def test_a_window_as_long_as_the_row_is_none() -> None:
@@ -163,7 +223,7 @@ def test_rows_of_no_tokens_are_refused(seq_len: float | list[int]) -> None:
 
 
 def test_what_a_package_adds_cannot_be_counted() -> None:
-    for changed in ({"mlp": "mine"}, {"mlp": "swiglu-mine"}, {"kind": "mine"}):
+    for changed in ({"mlp": "mine"}, {"mlp": "swiglu-mine"}, {"kind": "mine"}, {"n_experts": 4, "router": "mine"}):
         config = ModelConfig(**{**BASE, **changed})
         assert num_parameters(config) is None and flops_per_token(config, S) is None
         assert not {"parameters", "block_parameters"} & set(model_shape(config))
@@ -180,5 +240,7 @@ def test_what_a_package_adds_cannot_be_counted() -> None:
 def test_names_that_are_counted_are_those_that_kforge_has() -> None:
     from kforge_model import flops
     from kforge_model.mlp import GATED, PLAIN
+    from kforge_model.moe.router import ROUTERS, Router
 
+    assert {*flops._ROUTERS} == {name for name in ROUTERS.names() if ROUTERS.get(name).__module__ == Router.__module__}
     assert {**dict.fromkeys(GATED, 3), **dict.fromkeys(PLAIN, 2)} == flops._MLPS
