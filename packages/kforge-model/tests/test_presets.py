@@ -14,6 +14,7 @@ from kforge_model.presets import depth_config, preset, preset_values
 # Where a model has been published: the number of its weights' elements there, a tied head not counted.
 SIZES = {
     "tiny": 360_768,
+    "tiny-moe": 484_672,
     "llama3-1b": 1_235_814_400,
     "llama3-8b": 8_030_261_248,
     "llama3-13b": 14_840_386_560,
@@ -29,19 +30,45 @@ SIZES = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_404_352,
     "olmo2-1b": 1_484_916_736,
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
     "mistral-7b": 7_241_732_096,
+    "moe-9b-a3b": 9_233_205_248,
+    "mixtral-8x7b": 46_702_792_704,
     "gemma2-2b": 2_614_341_888,
     "gemma3-1b": 999_885_952,
+}
+# What a token meets, with embedding and head.
+ACTIVE = {
+    "tiny-moe": 337_216,
+    "qwen3-30b-a3b": 3_353_032_704,
+    "qwen3-235b-a22b": 22_190_763_520,
+    "deepseek-v3": 37_552_282_624,
+    "moe-9b-a3b": 2_891_417_600,
+    "mixtral-8x7b": 12_879_925_248,
+}
+# In thousand millions: all, and what a token meets. Some are cut off there, not rounded.
+PUBLISHED = {
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "qwen3-235b-a22b": (235, 22),
+    "deepseek-v3": (671, 37),
+    "mixtral-8x7b": (46.7, 12.9),
 }
 DEPTHS = [f"depth-{depth}" for depth in (1, 2, 3, 5, 12, 20, 26)]
 
 
 def test_sizes() -> None:
     assert {name: num_parameters(preset(name)) for name in PRESETS} == SIZES
+    active = {name: num_parameters(preset(name), active=True) for name in PRESETS}
+    assert active == {**SIZES, **ACTIVE}
+    for name, (everything, met) in PUBLISHED.items():
+        assert SIZES[name] == pytest.approx(everything * 1e9, rel=0.01)
+        assert ACTIVE[name] == pytest.approx(met * 1e9, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *DEPTHS])

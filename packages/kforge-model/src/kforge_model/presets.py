@@ -93,6 +93,41 @@ _QWEN3 = {
     "max_seq_len": 40_960,
 }
 
+# Its models with experts (table 2): ffn_dim is that of a dense layer, of which they have none. What evens out the load
+# of the experts is published for DeepSeek-V3 alone: set balance_loss to train one of the others.
+_QWEN3_MOE = _QWEN3 | {"n_kv_heads": 4, "n_experts": 128, "moe_top_k": 8}
+
+# DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 4.2), with the yarn that has brought it to longer rows and
+# without the layer that predicts a further token (mtp_depth).
+_DEEPSEEK_V3 = {
+    "vocab_size": 129_280,
+    "max_seq_len": 163_840,
+    "norm_eps": 1e-6,
+    "attention": "mla",
+    "head_dim": 192,
+    "rope_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "attn_scale": 192**-0.5 * (0.1 * math.log(40) + 1) ** 2,
+    "rope_scaling": "yarn",
+    "rope_factor": 40.0,
+    "rope_original_len": 4096,
+    "rope_high": 32.0,
+    "rope_attn_factor": 1.0,
+    "n_experts": 256,
+    "moe_top_k": 8,
+    "moe_pattern": "DDD" + "M" * 58,
+    "expert_dim": 2048,
+    "shared_experts": 1,
+    "router": "sigmoid",
+    "router_scale": 2.5,
+    "router_groups": 8,
+    "router_top_groups": 4,
+    "router_bias": True,
+    "balance_loss": 1e-4,
+}
+
 # OLMo 2 (OLMo team 2025, arXiv:2501.00656, table 3).
 _OLMO2 = {
     "vocab_size": 100_352,
@@ -121,6 +156,18 @@ PRESETS: dict[str, Values] = {
         "max_seq_len": 512,
         **_TIED,
     },
+    "tiny-moe": {
+        "vocab_size": 4096,
+        "dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "max_seq_len": 512,
+        "n_experts": 8,
+        "expert_dim": 64,
+        "balance_loss": 0.01,
+        **_TIED,
+    },
     "llama3-1b": _LLAMA3_1B,
     "llama3-8b": _LLAMA3_8B,
     # Llama 3's vocabulary and proportions at sizes between those that Meta has published.
@@ -137,12 +184,20 @@ PRESETS: dict[str, Values] = {
     "qwen3-8b": _QWEN3 | _size(4096, 36, 32, 12_288),
     "qwen3-14b": _QWEN3 | _size(5120, 40, 40, 17_408),
     "qwen3-32b": _QWEN3 | _size(5120, 64, 64, 25_600),
+    "qwen3-30b-a3b": _QWEN3_MOE | _size(2048, 48, 32, 6144, expert_dim=768),
+    "qwen3-235b-a22b": _QWEN3_MOE | _size(4096, 94, 64, 12_288, expert_dim=1536),
+    "deepseek-v3": _DEEPSEEK_V3 | _size(7168, 61, 128, 18_432),
     "olmo2-1b": _OLMO2 | _size(2048, 16, 16, 8192),
     "olmo2-7b": _OLMO2 | _size(4096, 32, 32, 11_008),
     "olmo2-13b": _OLMO2 | _size(5120, 40, 40, 13_824),
     "olmo2-32b": _OLMO2 | _size(5120, 64, 40, 27_648, n_kv_heads=8),
     # Mistral 7B as first published (Jiang et al. 2023, arXiv:2310.06825): later versions have no window.
     "mistral-7b": _size(4096, 32, 32, 14_336, vocab_size=32_000, n_kv_heads=8, max_seq_len=32_768, window=4096),
+    # The vocabulary of Llama 3 at a size for one node.
+    "moe-9b-a3b": _LLAMA3 | _size(2048, 24, 16, 7168, n_kv_heads=4, n_experts=8, balance_loss=0.01),
+    # Jiang et al. 2024, arXiv:2401.04088, table 1.
+    "mixtral-8x7b": _size(4096, 32, 32, 14_336, vocab_size=32_000, n_kv_heads=8, max_seq_len=32_768, n_experts=8)
+    | {"rope_theta": 1_000_000.0},
     "gemma2-2b": _GEMMA
     | _size(2304, 26, 8, 9216, vocab_size=256_000, n_kv_heads=4, max_seq_len=8192)
     | {"embed_scale": 2304**0.5, "attn_softcap": 50.0, "logit_softcap": 30.0}

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from kforge_model import ModelConfig
 from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, family_of
 from kforge_model.hf.families import FREE
+from kforge_model.presets import preset
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -408,6 +409,20 @@ DEEPSEEK_V3 = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "hf"),
+    [
+        ("mixtral-8x7b", MIXTRAL_8X7B),
+        ("qwen3-30b-a3b", QWEN3_30B_A3B),
+        ("qwen3-235b-a22b", QWEN3_235B_A22B),
+        ("deepseek-v3", DEEPSEEK_V3),
+    ],
+)
+def test_presets_are_files_of_the_hub(name: str, hf: dict[str, Any]) -> None:
+    assert config_to_hf(preset(name)) == config_to_hf(config_from_hf(hf))
+    assert config_to_hf(preset(name))["model_type"] == hf["model_type"]
+
+
 def test_latent_attention_under_yarn() -> None:
     """As transformers: m² / sqrt(head_dim) on the scores, and the ratio of two such m on what is rotated."""
     base = {**DEEPSEEK_V3, "rope_scaling": None}
@@ -680,12 +695,13 @@ def test_what_we_would_compute_otherwise_is_an_error(change: dict[str, Any], wor
         ("mixtral", {"output_router_logits": True}, ["output_router_logits = True"]),
         ("mixtral", {"num_local_experts": 0}, ["num_local_experts = 0"]),
         ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 1}, ["max_window_layers = 1"]),
-        ("deepseek_v3", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05", "latents 1e-06"]),
         ("deepseek_v3", {"num_key_value_heads": 4, "rope_interleave": False}, ["rope_interleave = False"]),
         ("deepseek_v3", {"num_key_value_heads": 4, "scoring_func": "softmax"}, ["scoring_func = 'softmax'"]),
         ("deepseek_v3", {"num_key_value_heads": 4, "topk_method": "greedy"}, ["topk_method = 'greedy'"]),
         ("deepseek_v3", {"num_key_value_heads": 4, "n_shared_experts": 0}, ["n_shared_experts = 0"]),
         ("deepseek_v3", {"num_key_value_heads": 4, "attention_bias": True}, ["attention_bias = True"]),
+        ("deepseek_v3", {"num_key_value_heads": 4, "n_group": None}, ["n_group = None"]),
         ("deepseek_v3", {"head_dim": None}, ["num_key_value_heads = 2", "it is 4"]),
         ("deepseek_v3", {"num_key_value_heads": 4, "head_dim": 192}, ["head_dim = 192", "it is 64"]),
         ("deepseek_v3", {"num_key_value_heads": 4, "qk_head_dim": 64}, ["qk_head_dim = 64", "it is 192"]),

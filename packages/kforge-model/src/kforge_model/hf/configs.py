@@ -28,7 +28,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str | None = None) -> ModelCon
     for key in family_.keys:
         value = CHANGES[key.change].from_hf(values[key.theirs])
         if value is _NONE:
-            raise ValueError(f"{key.theirs} = {values[key.theirs]!r} is not known to kforge")
+            raise ValueError(f"{key.theirs} = {values[key.theirs]!r} is not known to kforge{CHANGES[key.change].why}")
         fields[key.ours] = value
     heads, dim = fields["n_heads"], fields["dim"]
     if family_.latent:
@@ -122,7 +122,7 @@ def unsayable(config: ModelConfig, family: Family) -> dict[str, str]:
     for key in family.keys:
         value = CHANGES[key.change].to_hf(_resolved(config, key.ours))
         if value is _NONE:
-            add(key.ours)
+            add(key.ours, CHANGES[key.change].why)
             continue
         other, others = written.setdefault(key.theirs, (key.ours, value))
         if others != value:
@@ -203,10 +203,11 @@ def _resolved(config: ModelConfig, field: str) -> Any:
 
 
 class Change(NamedTuple):
-    """How a value of config.json becomes one of ours, and back; _NONE where there is none."""
+    """How a value of config.json becomes one of ours, and back; _NONE where there is none, for a reason to be told."""
 
     from_hf: Callable[[Any], Any]
     to_hf: Callable[[Any], Any]
+    why: str = ""
 
 
 _NONE: Any = object()
@@ -239,7 +240,11 @@ CHANGES: Mapping[str, Change] = {
     "gemma_activation": _table(_GEMMA_ACTIVATIONS),
     "zero_is_none": Change(lambda value: 0.0 if value is None else float(value), lambda value: value or None),
     "at_least_one": Change(lambda value: value or _NONE, lambda value: value or _NONE),
-    "millionth": Change(_millionth, _millionth),
+    "millionth": Change(
+        _millionth,
+        _millionth,
+        " (transformers gives the norms of the latents 1e-06 whatever the config says, and kforge has one for all)",
+    ),
     "inverse_square": Change(lambda value: float(value) ** -0.5, _whole_inverse_square),
 }
 

@@ -34,7 +34,7 @@ def pattern_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.dense_layers == "none":
         letters = "M"
     elif family.dense_layers == "first":
-        dense = min(hf.get("first_k_dense_replace", family.defaults["first_k_dense_replace"]), n_layers)
+        dense = min(hf.get("first_k_dense_replace", family.defaults["first_k_dense_replace"]) or 0, n_layers)
         letters = "D" * dense + "M" * (n_layers - dense)
     else:
         step = hf.get("decoder_sparse_step", family.defaults["decoder_sparse_step"])

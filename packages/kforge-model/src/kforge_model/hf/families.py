@@ -376,19 +376,18 @@ _MIXTRAL_KEYS = (
     _HIDDEN_ACT,
     Key("expert_dim", "intermediate_size"),
     Key("n_experts", "num_local_experts", "at_least_one"),
-    Key("moe_top_k", "num_experts_per_tok"),
+    Key("moe_top_k", "num_experts_per_tok", "at_least_one"),
 )
 _QWEN3_MOE_KEYS = (
     *_QWEN3_KEYS,
     Key("expert_dim", "moe_intermediate_size"),
     Key("n_experts", "num_experts", "at_least_one"),
-    Key("moe_top_k", "num_experts_per_tok"),
+    Key("moe_top_k", "num_experts_per_tok", "at_least_one"),
     Key("router_norm", "norm_topk_prob"),
 )
 _DEEPSEEK_V3_KEYS = (
     *(key for key in _KEYS if key.ours not in ("n_kv_heads", "head_dim", "norm_eps")),
     _HIDDEN_ACT,
-    # transformers gives the norms of the latents this number, whatever the config says.
     Key("norm_eps", "rms_norm_eps", "millionth"),
     Key("kv_lora_rank", "kv_lora_rank"),
     Key("q_lora_rank", "q_lora_rank"),
@@ -396,11 +395,11 @@ _DEEPSEEK_V3_KEYS = (
     Key("expert_dim", "moe_intermediate_size"),
     Key("n_experts", "n_routed_experts", "at_least_one"),
     Key("shared_experts", "n_shared_experts", "at_least_one"),
-    Key("moe_top_k", "num_experts_per_tok"),
+    Key("moe_top_k", "num_experts_per_tok", "at_least_one"),
     Key("router_norm", "norm_topk_prob"),
     Key("router_scale", "routed_scaling_factor", "number"),
-    Key("router_groups", "n_group"),
-    Key("router_top_groups", "topk_group"),
+    Key("router_groups", "n_group", "at_least_one"),
+    Key("router_top_groups", "topk_group", "at_least_one"),
 )
 _GEMMA1_KEYS = (*_GEMMA_KEYS, Key("mlp", "hidden_act", "gemma_activation"))
 _HIDDEN_ACTIVATION = Key("mlp", "hidden_activation", "activation")
