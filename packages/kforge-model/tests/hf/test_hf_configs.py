@@ -726,10 +726,12 @@ def test_errors_of_single_families(family: str, change: dict[str, Any], words: l
         assert word in str(error.value)
 
 
-def test_a_missing_size_is_an_error() -> None:
-    hf = {"model_type": "llama", **{key: value for key, value in SIZES.items() if key != "hidden_size"}}
-    with pytest.raises(ValueError, match="hidden_size is missing"):
-        config_from_hf(hf)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_size_is_an_error(family: str) -> None:
+    for size in ("hidden_size", "num_hidden_layers", "intermediate_size"):
+        hf = {"model_type": family, **{key: value for key, value in SIZES.items() if key != size}}
+        with pytest.raises(ValueError, match=f"{size} is missing"):
+            config_from_hf(hf)
 
 
 def test_what_no_family_can_say_is_named() -> None:

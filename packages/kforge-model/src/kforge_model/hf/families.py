@@ -277,11 +277,6 @@ _GEMMA3_DEFAULTS = {
 _EXPERT_MUST_BE: Mapping[str, tuple[Any, ...]] = {"output_router_logits": (False, None)}
 _MIXTRAL_DEFAULTS = {
     **_DEFAULTS,
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5,
