@@ -296,6 +296,16 @@ def test_the_comparisons_would_see_another_number(case: str, changes: dict[str, 
             assert relative(other(ids), ours(ids)) > 10 * TOLERANCE, field
 
 
+def test_the_comparisons_would_see_another_router_bias() -> None:
+    ours, other = Transformer(OURS["deepseek_v3"]), Transformer(OURS["deepseek_v3"])
+    randomise(ours)
+    biases = {name: torch.zeros(8) for name in ours.state_dict() if name.endswith("router.bias")}
+    other.load_state_dict({**ours.state_dict(), **biases})
+    ids, _ = ids_and_labels()
+    with torch.no_grad():
+        assert len(biases) == 2 and relative(other(ids), ours(ids)) > 10 * TOLERANCE
+
+
 def test_exported_model_reports_our_loss_and_predicts_the_next_token() -> None:
     """Case "labels shifted twice": trained on 0, 1, …, 9, 0, 1, … with labels[i] = ids[i + 1]."""
     config = ModelConfig(vocab_size=10, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, max_seq_len=64, ffn_dim=64)
