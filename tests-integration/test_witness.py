@@ -150,7 +150,7 @@ ERRORS = {
     "parallel.cpu_offload": (True, "works on CUDA only"),
     "parallel.cp": (2, "not available"),
     "parallel.pp": (2, "not available"),
-    "parallel.ep": (2, "not available"),
+    "parallel.ep": (2, "does not divide"),
     "parallel.device": ("cuda", "sees no CUDA device"),
     "data.train": ("nowhere", "no such folder"),
     "data.tokenizer": ("nowhere.json", "data.tokenizer"),

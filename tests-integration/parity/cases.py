@@ -31,6 +31,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "rep2-tp2-whole": {"dp_replicate": 2, "tp": 2, "sequence_parallel": False},
     "rep2-shard2-tp2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     "rep2-shard2-tp2-whole": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "sequence_parallel": False},
+    "shard2-ep2": {"dp_shard": 2, "ep": 2},
+    "shard4-ep2": {"dp_shard": 4, "ep": 2},
+    "shard4-ep4": {"dp_shard": 4, "ep": 4},
+    "shard8-ep8": {"dp_shard": 8, "ep": 8},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "shard2-tp2-ep2": {"dp_shard": 2, "tp": 2, "ep": 2},
+    "shard2-tp2-ep4": {"dp_shard": 2, "tp": 2, "ep": 4},
+    "shard4-tp2-ep2": {"dp_shard": 4, "tp": 2, "ep": 2},  # four ranks share two experts
+    "shard4-tp2-ep8": {"dp_shard": 4, "tp": 2, "ep": 8},
+    "rep2-shard2-ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    "rep2-tp2-ep2": {"dp_replicate": 2, "tp": 2, "ep": 2},
+    "rep2-shard2-tp2-ep4": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 4},
 }
 """Name -> fields of ParallelConfig; axes that are not named are 1."""
 
@@ -66,6 +78,25 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Name -> fields of ModelConfig that differ from SHAPE."""
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"n_experts": 4, "expert_dim": 12, "balance_loss": 0.5, "router_z_loss": 0.2},
+    "experts-bias": {
+        "n_experts": 8,
+        "expert_dim": 12,
+        "moe_pattern": "DM",
+        "router": "sigmoid",
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "router_scale": 1.5,
+        "router_bias": True,
+        "router_bias_rate": 0.05,
+        "shared_experts": 2,
+        "balance_loss": 0.5,
+    },
+}
+"""More of them, with experts."""
+MODELS |= EXPERTS
+
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "dim": 16,
@@ -88,11 +119,13 @@ class Variant:
     parallel: dict[str, Any] = field(default_factory=dict)
     """Further fields of ParallelConfig."""
     precision: str = "fp64"
+    rows: int = ROWS
+    """Rows of the global batch."""
 
     @property
     def reference(self) -> str:
         """What of it one process must be asked for."""
-        return f"{'packed' if self.packed else 'plain'}-{self.precision}"
+        return f"{'packed' if self.packed else 'plain'}-{self.precision}-{self.rows}"
 
 
 FULL = {"recompute": "full"}
@@ -109,17 +142,29 @@ VARIANTS: dict[str, Variant] = {
     "compiled": Variant(parallel={"compile": True}),
     "kept": Variant(accumulate=3, parallel={"reshard_after_forward": False, "prefetch": 1}),
     "each": Variant(accumulate=3, parallel={"accumulate": "sharded"}),
+    "wide-3-full": Variant(accumulate=3, parallel=FULL, rows=2 * ROWS),  # for 8 data ranks
 }
 EXACT = tuple(name for name in VARIANTS if name.startswith(("packed", "plain")))
 HALF = ("packed", "packed-3-full", "plain-3", "plain-full")  # every pair of choices
 SOME = ("packed-3-full", "plain")
 
-OPTIONS = tuple(list(MODELS)[4:])
-"""What a model can be beside Llama's shape: each under shards, under tensor parallelism, and under both."""
+OPTIONS = tuple(name for name in list(MODELS)[4:] if name not in EXPERTS)
+"""What a dense model can be beside Llama's shape: each under shards, under tensor parallelism, and under both."""
+
+OF_EXPERTS = ("packed-3", "packed-3-full", "plain")
 
 # Every class of layouts has one that goes through all pairs of choices or all choices; the others of a class differ
 # in size, or in what lies between the products. The longest come first, so that processes side by side end together.
 TABLE: list[tuple[str, str, tuple[str, ...]]] = [
+    *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("shard4-tp2-ep2", "rep2-shard2-tp2-ep4")),
+    ("shard4-tp2-ep8", "experts-bias", OF_EXPERTS),
+    ("shard8-ep8", "experts-bias", ("wide-3-full",)),
+    *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("shard2-tp2-ep4", "shard2-tp2-ep2")),
+    *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("rep2-shard2-ep2", "rep2-tp2-ep2")),
+    *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("shard4-ep4", "shard4-ep2", "shard2-tp2")),
+    *((layout, model, (*OF_EXPERTS, "kept", "each")) for model in EXPERTS for layout in ("shard2-ep2", "tp2-ep2")),
+    *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("shard2", "rep2", "tp2", "one")),
+    *((layout, "experts-bias", ("compiled",)) for layout in ("tp2-ep2", "shard2")),
     *((layout, "untied", (*HALF, "fp32")) for layout in ("rep2-shard2-tp2", "rep2-shard2", "rep2-tp2", "tp2-whole")),
     *((layout, "untied", (*EXACT, "fp32")) for layout in ("shard2-tp2", "shard2", "rep2", "tp2", "one")),
     ("tp2", "untied", ("compiled",)),
@@ -144,10 +189,10 @@ def axes_of(layout: str) -> dict[str, int]:
 
 
 def world_of(layout: str) -> int:
-    """How many processes a layout takes."""
+    """How many processes a layout takes. The axis ep lies over others."""
     world = 1
-    for size in axes_of(layout).values():
-        world *= size
+    for name, size in axes_of(layout).items():
+        world *= 1 if name == "ep" else size
     return world
 
 

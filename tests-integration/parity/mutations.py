@@ -18,6 +18,7 @@ import kforge_model.core
 import kforge_model.head_loss
 import kforge_model.init
 import kforge_model.losses
+import kforge_model.moe.layer
 import kforge_model.norm
 import kforge_model.transformer
 import kforge_optim.adamw
@@ -25,6 +26,7 @@ import kforge_optim.clip
 import kforge_parallel.activation
 import kforge_parallel.build
 import kforge_parallel.collectives
+import kforge_parallel.expert
 import kforge_parallel.mesh
 import kforge_parallel.tensor
 import kforge_train.engine
@@ -234,7 +236,15 @@ def values_not_shared():
 
 @mutation("ranks take each other's part of a weight", "tp2", "foreign")
 def parts_exchanged():
-    take_for_another_rank("cut", lambda split: (split.rank + 1) % split.size)
+    cut = kforge_parallel.tensor.cut
+
+    def of_the_next(parameter, mesh, placement):
+        if placement.is_shard():
+            by = parameter.shape[placement.dim] // mesh.size()
+            parameter = torch.nn.Parameter(parameter.detach().roll(-by, placement.dim))
+        return cut(parameter, mesh, placement)
+
+    kforge_parallel.tensor.cut = of_the_next
 
 
 @mutation("an entry of the plan matches nothing", "tp2", kind="matches no module and no parameter")
@@ -417,3 +427,111 @@ def recomputed_from_a_copy():
         return checkpoint(forward, x.detach().requires_grad_(), *args, **kw)
 
     kforge_parallel.activation.checkpoint = cut_off
+
+
+# ---------------------------------------------------------------------------------------------------- experts
+
+
+@mutation("gradients of experts are as many times too large as ranks share them", "shard2-ep2", "experts")
+def expert_gradients_times_ep():
+    backward = kforge_parallel.expert._Combine.backward
+
+    def larger(ctx, grad):
+        rows, weights, route = backward(ctx, grad)
+        return rows * ctx.group.size(), weights, route
+
+    kforge_parallel.expert._Combine.backward = staticmethod(larger)
+
+
+@mutation("ranks that share experts read the same rows", "shard2-ep2", "experts")
+def same_rows_on_expert_ranks():
+    kforge_parallel.mesh.Mesh.data_rank = property(lambda self: 0)
+
+
+@mutation("every rank starts its experts from the same numbers", "shard2-ep2", "experts", kind="same numbers")
+def same_experts_everywhere():
+    box = kforge_model.init.local_box
+
+    def local_box(tensor):
+        local, offset = box(tensor)
+        names = tensor.device_mesh.mesh_dim_names or ()
+        return local, (0, *offset[1:]) if "ep" in names else offset
+
+    kforge_model.init.local_box = local_box
+
+
+@mutation("rows of an expert come back in another order", "shard2-ep2", "experts")
+def rows_come_back_in_another_order():
+    wait = kforge_parallel.expert.Route.wait
+
+    def unsorted(self):
+        wait(self)
+        self.by_rank = self.by_expert
+
+    kforge_parallel.expert.Route.wait = unsorted
+
+
+@mutation("a token's weight is that of its other expert", "shard2-ep2", "experts")
+def weights_of_the_other_expert():
+    exchange = kforge_parallel.expert.AllToAllExchange.forward
+
+    def forward(self, x, ids, weights, experts):
+        return exchange(self, x, ids, weights.flip(1), experts)
+
+    kforge_parallel.expert.AllToAllExchange.forward = forward
+
+
+@mutation("the shared experts are left out", "shard2-ep2", "experts-bias")
+def no_shared_experts():
+    whole = kforge_model.moe.layer.MoE.forward
+
+    def forward(self, x, rows=None):
+        return whole(self, x, rows) - 0.5 * self.shared(x)  # one of the two
+
+    kforge_model.moe.layer.MoE.forward = forward
+
+
+@mutation("the bias moves whenever a block is run", "shard2-ep2", "experts-bias", "packed-3-full", "recomputed metadata")
+def bias_moves_in_forward():
+    balanced = kforge_model.moe.layer.balanced
+
+    def moving(y, routing, kept, scale, config, sum_counts, tally):
+        loads = torch.bincount(routing.ids.flatten(), minlength=config.n_experts)[None].double()
+        for router in routers:
+            router.bias += config.router_bias_rate * kforge_model.transformer.bias_step(loads)[0]
+        return balanced(y, routing, kept, scale, config, sum_counts, tally)
+
+    routers = []
+    init = kforge_model.moe.layer.MoE.__init__
+
+    def remember(self, *args):
+        init(self, *args)
+        routers.append(self.router)
+
+    kforge_model.moe.layer.MoE.__init__ = remember
+    kforge_model.moe.layer.balanced = moving
+
+
+@mutation("each rank moves the bias by its own load", "shard2-ep2", "experts-bias", kind="weights")
+def bias_by_own_load():
+    counted = kforge_model.transformer.Transformer._counted
+    kforge_model.transformer.Transformer._counted = lambda self, mixtures, _: counted(self, mixtures, None)
+
+
+@mutation("the balance loss weighs more with more microbatches", "shard2-ep2", "experts", "packed-3")
+def balance_loss_grows_with_microbatches():
+    balanced = kforge_model.moe.layer.balanced
+    kforge_model.moe.layer.balanced = lambda y, routing, kept, scale, *rest: balanced(
+        y, routing, kept, scale * 3, *rest
+    )
+
+
+@mutation("the balance loss sees the part of a row that a rank has", "tp2-ep2", "experts")
+def balance_of_a_part_of_a_row():
+    kforge_parallel.expert.AllToAllExchange.sum_counts = lambda self, counts: counts
+
+
+@mutation("experts that every tensor-parallel rank holds do not sum their gradients", "tp2", "experts")
+def experts_not_summed_over_tp():
+    summed = kforge_parallel.tensor.summed
+    kforge_parallel.tensor.summed = lambda weight, group: weight if weight.ndim > 2 else summed(weight, group)

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from cases import LIMIT_S, VARIANTS, Variant, world_of
 from torch.distributed.tensor import DTensor
-from worker import SEED, build, model_config, optim_config, parallel_config, start, window
+from worker import SEED, build, model_config, optim_config, parallel_config, start, weights_of, window
 
 from kforge_ckpt import Checkpointer
 from kforge_model import Transformer, num_parameters
 from kforge_optim import build_optimizer, clip
-from kforge_parallel.fsdp import full
 from kforge_testing import run_ranks as run_ranks_within
 from kforge_train.engine import PlainEngine
 
@@ -24,10 +23,6 @@ run_ranks = partial(run_ranks_within, timeout_s=LIMIT_S)
 def worst(a, b):
     assert a.keys() == b.keys()
     return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in b)
-
-
-def weights_of(model):
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
 def step_of_sgd(model, mesh, variant):
@@ -163,7 +158,7 @@ def tied_through_its_life(rank, world, layout, folder):
 
 
 def two_plain_steps(rank, world):
-    from worker import loss_sum
+    from worker import loss_of
 
     model = Transformer(model_config("tied")).double()
     model.init_weights(SEED)
@@ -171,7 +166,7 @@ def two_plain_steps(rank, world):
     (batch,) = window(0, VARIANTS["packed"], 0, 1)
     results = []
     for _ in range(2):
-        loss = loss_sum(model, batch) / (batch["labels"] != -100).sum()
+        loss = loss_of(model, batch, 1 / (batch["labels"] != -100).sum().double())
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         optimizer.step()

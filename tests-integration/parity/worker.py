@@ -18,6 +18,7 @@ from kforge_optim import OptimConfig, build_optimizer, clip
 from kforge_parallel import ParallelConfig, launch, parallelize
 from kforge_parallel.fsdp import full
 from kforge_parallel.testing import LIMITS, Trajectory, differences
+from kforge_train.balance import update_balance
 from kforge_train.engine import PlainEngine, rows_of
 from kforge_train.evaluate import evaluate
 
@@ -42,11 +43,11 @@ EVALUATION_ROWS = 5
 
 
 @cache
-def rows(step, packed):
+def rows(step, packed, count):
     """The global batch of a step, row by row: ids, labels, positions, document numbers and their lengths."""
     rng = np.random.default_rng(step)
     result = []
-    for row in range(ROWS):
+    for row in range(count):
         lengths = [TOKENS]
         if packed:
             cuts = np.sort(rng.choice(np.arange(1, TOKENS), size=rng.integers(1, 5), replace=False))
@@ -77,7 +78,8 @@ def microbatch(part, packed):
 
 def window(step, variant, data_rank, data_size):
     """The microbatches of one data rank."""
-    mine = rows(step, variant.packed)[data_rank * ROWS // data_size :][: ROWS // data_size]
+    count = variant.rows // data_size
+    mine = rows(step, variant.packed, variant.rows)[data_rank * count :][:count]
     size = len(mine) // variant.accumulate
     return [microbatch(mine[i : i + size], variant.packed) for i in range(0, len(mine), size)]
 
@@ -132,11 +134,11 @@ def train_variant(layout, model, variant, mesh, heldout):
         norm = clip.total_norm(spread)
         optimizer.step(scale=clip.clip_factor(norm, config.clip_norm))
         optimizer.zero_grad()
+        update_balance(spread, mesh, torch.ones(()), step, STEPS)
         torch.distributed.all_reduce(loss)
         seen.losses.append(loss.item())
         seen.norms.append(norm.item())
-    with torch.no_grad():
-        seen.weights = {name: full(p) for name, p in spread.named_parameters()}
+    seen.weights = weights_of(spread)
     source = TokenShards(heldout)
     seen.evaluation = evaluate(spread, source, data_config(variant.packed), mesh, EVALUATION_ROWS)["loss"]
     return seen
@@ -169,12 +171,18 @@ def nll_sum(model, batch, label_smoothing=0.0, z_loss=0.0):
     return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing) + z_loss * z
 
 
-def loss_sum(model, batch):
-    """What is trained on: with further tokens, by the model's own sum (its tests hold that to a formula)."""
+def loss_of(model, batch, scale):
+    """What is trained on: with further tokens or experts, by the model's own sum (its tests hold that to a formula)."""
     config = model.config
-    if config.mtp_depth:
-        return model(batch["input_ids"], rows_of(batch), batch["labels"], 1.0)[0]
-    return nll_sum(model, batch, config.label_smoothing, config.z_loss)
+    if config.mtp_depth or config.n_experts:
+        return model(batch["input_ids"], rows_of(batch), batch["labels"], scale)[0]
+    return nll_sum(model, batch, config.label_smoothing, config.z_loss) * scale
+
+
+def weights_of(model):
+    """All that a model holds, whole."""
+    with torch.no_grad():
+        return {name: full(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def train_plain(model, variant, heldout):
@@ -186,7 +194,7 @@ def train_plain(model, variant, heldout):
     for step in range(STEPS):
         (batch,) = window(step, replace(variant, accumulate=1), 0, 1)
         count = (batch["labels"] != -100).sum()
-        (loss_sum(plain, batch) / count).backward()
+        loss_of(plain, batch, 1 / count.double()).backward()
         with torch.no_grad():
             seen.losses.append((nll_sum(plain, batch) / count).item())
         seen.gradients.append({name: full(p.grad) for name, p in plain.named_parameters()})
@@ -196,8 +204,9 @@ def train_plain(model, variant, heldout):
             parameter.grad.mul_(CLIP / (norm + 1e-6))
         optimizer.step()
         optimizer.zero_grad()
+        plain.update_balance(step=step, steps=STEPS)
         seen.norms.append(norm.item())
-    seen.weights = {name: full(p) for name, p in plain.named_parameters()}
+    seen.weights = weights_of(plain)
     total = tokens = 0
     with torch.no_grad():
         for batch in evaluation_batches(
