@@ -491,7 +491,7 @@ def no_shared_experts():
     kforge_model.moe.layer.MoE.forward = forward
 
 
-@mutation("the bias moves whenever a block is run", "shard2-ep2", "experts-bias", "packed-3-full", "recomputed metadata")
+@mutation("the bias moves whenever a block is run", "shard2-ep2", "experts-bias", "packed-3-full", "recomputed meta")
 def bias_moves_in_forward():
     balanced = kforge_model.moe.layer.balanced
 
