@@ -52,3 +52,38 @@ def test_every_group_of_both_backends_waits_for_the_time_of_a_step():
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     finally:
         kp.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_tokens_are_exchanged_without_a_wait(dtype):
+    """Over NCCL, of one rank; any other wait for the device than that for the sizes raises."""
+    from kforge_parallel.expert import AllToAllExchange
+
+    mesh = kp.launch(kp.ParallelConfig(device="cuda"), env={})
+    try:
+        exchange = AllToAllExchange(torch.distributed.group.WORLD, 4)
+        x = torch.randn(6, 8, device=mesh.device).to(dtype).requires_grad_()
+        ids = torch.tensor([[0, 2], [2, 0], [3, 2], [3, 3], [0, 3], [2, 3]], device=mesh.device)
+        weights = torch.rand(6, 2, device=mesh.device).requires_grad_()
+        factors = torch.arange(1, 5, device=mesh.device, dtype=dtype)
+
+        def experts(rows, counts):
+            return rows * factors.repeat_interleave(counts, output_size=12).unsqueeze(1)
+
+        for again in (False, True):  # the first transfer of a group makes its communicator
+            torch.cuda.set_sync_debug_mode("error" if again else "default")
+            x.grad = weights.grad = None
+            y = exchange(x, ids, weights, experts)
+            y.sum().backward()
+        torch.cuda.set_sync_debug_mode("default")
+        factor = (weights * factors[ids]).sum(1, keepdim=True).to(torch.float64)
+        wide = x.detach().to(torch.float64)
+        limit = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+        torch.testing.assert_close(y.to(torch.float64), wide * factor, **limit)
+        torch.testing.assert_close(x.grad.to(torch.float64), factor.expand_as(wide), **limit)
+        of_weights = (wide.sum(1, keepdim=True) * factors[ids]).to(torch.float32)
+        torch.testing.assert_close(weights.grad, of_weights, rtol=0.05, atol=0.2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        kp.shutdown()

@@ -7,12 +7,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
+
 from kforge_parallel import ParallelConfig
 from kforge_parallel.testing import compare
 from kforge_testing import run_ranks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
-FIRST, TOY, ATTENTION, HEAD, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+FIRST, TOY, ATTENTION, HEAD, MIXTURE, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def run(source, views="error"):
@@ -89,3 +91,50 @@ def test_the_head_computes_what_one_process_computes(tmp_path, monkeypatch):
         result.check()
     for line in ('"head": "vocab_loss"', "self.head(x, labels)", 'scale * model(batch["ids"], batch["labels"])'):
         assert f"{line}`" in re.sub(r"\s+", " ", TEXT)
+
+
+SPREAD = """
+from torch import nn
+from readme_vocabulary import Head
+from readme_mixture import PLAN, Mixture
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = Mixture(16, 8, n=4, k=2)
+
+    def forward(self, x):
+        return x + self.moe(x)
+
+
+class Model(nn.Module):
+    plan = {"embed": "vocab_embedding", **PLAN, "head": "vocab_loss"}
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = Head(16, 64)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x, labels)
+
+
+def loss(model, batch, scale):
+    return scale * model(batch["ids"], batch["labels"])
+"""
+
+
+def test_the_mixture_computes_what_one_process_computes(tmp_path, monkeypatch):
+    for name, text in {"vocabulary": HEAD, "mixture": MIXTURE, "spread": SPREAD}.items():
+        (tmp_path / f"readme_{name}.py").write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    spread = importlib.import_module("readme_spread")
+    ids = torch.randint(64, (4, 8))
+    batch = {"ids": ids, "labels": ids.roll(-1, 1).masked_fill(ids % 4 == 0, -100)}
+    for layout in (ParallelConfig(dp_shard=2, ep=2), ParallelConfig(dp_shard=1, tp=2, ep=2)):
+        compare(layout, spread.Model, batch=batch, loss=spread.loss, run=run_ranks, steps=2).check()

@@ -46,7 +46,7 @@ def to_host(numbers: Tensor) -> Callable[[], Any]:
     """Start to copy a tensor to the host; the result waits for it and gives it as lists. Nothing else is waited for."""
     if numbers.device.type == "cpu":
         return numbers.tolist
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     copy.copy_(numbers, non_blocking=True)
     done = torch.cuda.Event()
     done.record()
