@@ -33,17 +33,20 @@ def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, changes):
     assert values(tmp_path / "killed", "loss", "eval") == values(tmp_path / "whole", "loss", "eval")
 
 
+EXPERTS = {"model__n_experts": 4, "model__router_bias": True, "model__balance_loss": 0.1}
 LAYOUTS = [
-    pytest.param(({}, {}, {}), id="shards"),
-    pytest.param(({"dp_replicate": 2}, {"tp": 2}, {}), id="replicas-then-tp-and-shards"),
-    pytest.param(({"tp": 2}, {"dp_replicate": 2, "tp": 2}, {}), id="tp-then-tp-and-replicas"),
+    pytest.param({}, ({}, {}, {}), id="shards"),
+    pytest.param({}, ({"dp_replicate": 2}, {"tp": 2}, {}), id="replicas-then-tp-and-shards"),
+    pytest.param({}, ({"tp": 2}, {"dp_replicate": 2, "tp": 2}, {}), id="tp-then-tp-and-replicas"),
+    pytest.param(EXPERTS, ({"ep": 2}, {"tp": 2, "ep": 4}, {}), id="experts"),
 ]
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
-def test_two_processes_then_four_then_one(tokens, tmp_path, layouts):
+@pytest.mark.parametrize(("model", "layouts"), LAYOUTS)
+def test_two_processes_then_four_then_one(tokens, tmp_path, model, layouts):
     """Losses equal those of one process that never stopped, and each sample is seen exactly once."""
     common = {"train__steps": 12, "ckpt__every_steps": 4, "model__vocab_size": 64, "model__tie_embeddings": True}
+    common |= model
     whole = job(tokens, tmp_path / "whole", **common)
     ((code, expected_rows),) = run_ranks(train_noting_rows, 1, whole, None, init=False)
     assert code == 0
@@ -61,6 +64,9 @@ def test_two_processes_then_four_then_one(tokens, tmp_path, layouts):
     assert list(got) == list(range(1, 13))
     for step in expected:
         assert got[step] == pytest.approx(expected[step], rel=1e-11)
+    if model:
+        for name in ("moe/balance_loss", "moe/1/load_max", "moe/1/bias_range"):
+            assert values(tmp_path / "moved", name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-9), name
 
 
 def evaluated(rank, world, run_dir):

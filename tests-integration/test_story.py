@@ -91,6 +91,17 @@ def test_torchrun_takes_the_same_preset_and_agrees_with_one_process(text, tmp_pa
     )
 
 
+def test_experts_are_trained_on_two_processes_and_used_on_one(text, tmp_path):
+    more = ["--model.preset", "tiny-moe", "--parallel.ep", "2"]
+    typed(*TORCHRUN, "-m", "kforge_train", *tiny(text, tmp_path, *more))
+    losses, load = values(tmp_path, "loss"), values(tmp_path, "moe/0/load_max")
+    assert losses[20] < losses[1] - 1.5 and all(1 <= greatest < 4 for greatest in load.values())
+    (trained,) = values(tmp_path, "loss", "eval").values()
+    assert f"step 20: {trained:.4f} nats/token" in typed(*KFORGE, "eval", tmp_path)
+    words = ("generate", tmp_path, "--prompt", "def f1", "--max-new-tokens", 8, "--temperature", 0)
+    assert typed(*KFORGE, *words).startswith("def f1")
+
+
 def test_a_signal_to_the_launcher_ends_in_a_checkpoint(text, tmp_path):
     """torchrun passes SIGTERM on to every rank; each exits with the code that asks to be started again."""
     run = tmp_path / "run"
