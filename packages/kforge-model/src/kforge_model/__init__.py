@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kforge_model.moe.layer import MoE as MoE
     from kforge_model.moe.router import Router as Router
     from kforge_model.moe.router import Routing as Routing
+    from kforge_model.moe.upcycle import upcycle as upcycle
     from kforge_model.norm import LayerNorm as LayerNorm
     from kforge_model.norm import RMSNorm as RMSNorm
     from kforge_model.points import attention_weights as attention_weights
@@ -139,6 +140,7 @@ _HOME = {
     "separate": "exchange",
     "stream": "generation",
     "to_hf": "hf.weights",
+    "upcycle": "moe.upcycle",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

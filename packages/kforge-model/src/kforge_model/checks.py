@@ -20,7 +20,7 @@ _OPTIONAL_COUNTS = (
 )
 _ABOVE_0 = ("attn_scale", "rope_theta", "rope_theta_window", "rope_attn_factor", "norm_eps", "embed_scale", "init_std")
 _NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "mtp_depth", "mtp_weight", "z_loss", "n_experts", "shared_experts")
-_OF_EXPERTS = (
+OF_EXPERTS = (
     "moe_pattern",
     "moe_top_k",
     "expert_dim",
@@ -39,6 +39,7 @@ _OF_EXPERTS = (
     "router_z_loss",
     "expert_capacity",
 )
+"""Fields that speak of experts, beside n_experts."""
 
 
 def check_model(config: ModelConfig) -> None:
@@ -165,7 +166,7 @@ def _check_rope(config: ModelConfig) -> None:
 
 def _check_dense(config: ModelConfig) -> None:
     """Without experts nothing is said of them: a field that means nothing is a mistake."""
-    for name in _OF_EXPERTS:
+    for name in OF_EXPERTS:
         value, default = getattr(config, name), config.__dataclass_fields__[name].default
         if value != default:
             raise ValueError(

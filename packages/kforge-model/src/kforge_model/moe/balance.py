@@ -75,9 +75,9 @@ def balanced(
     batch, seq = y.shape[:2]
     experts, top_k = config.n_experts, config.moe_top_k
     numbers = torch.arange(experts, device=y.device)
-    counts = (routing.ids.view(batch, seq * top_k, 1) == numbers).sum(1)  # [B,E]
+    counts = (routing.ids.reshape(batch, seq * top_k, 1) == numbers).sum(1)  # [B,E]
     summed = sum_counts(counts)
-    likely = routing.probabilities.view(batch, seq, experts).sum(1)  # [B,E]: S · P
+    likely = routing.probabilities.reshape(batch, seq, experts).sum(1)  # [B,E]: S · P
     weight = None if scale is None else _row_weights(scale, summed, seq, top_k, sum_counts)
     if config.balance_over == "batch":
         summed, likely = summed.sum(0, keepdim=True), likely.sum(0, keepdim=True)
