@@ -52,6 +52,17 @@ def test_scores_are_made_in_float32() -> None:
     assert got.weights.dtype == got.logits.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gradients_are_made_in_float32(dtype: torch.dtype) -> None:
+    router, x = router_of(router="sigmoid").to(dtype), tokens(dtype).requires_grad_()
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.randn(40, 8, dtype=wide)
+    got = torch.autograd.grad(router(x).logits, (x, router.weight), out)
+    right = (out @ router.weight.to(wide), out.T @ x.to(wide))
+    for a, b in zip(got, right, strict=True):
+        assert a.dtype == dtype and torch.equal(a, b.to(dtype))
+
+
 def test_the_bias_chooses_and_does_not_weigh() -> None:
     router, x = router_of(router="sigmoid", router_bias=True).double(), tokens()
     assert router.bias is not None

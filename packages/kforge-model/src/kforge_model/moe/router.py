@@ -6,11 +6,10 @@ Shapes: T tokens, D features, E experts, k experts a token, G groups of experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kforge_model.config import ModelConfig
 from kforge_model.registry import ROUTERS
@@ -54,7 +53,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """x [T,D]."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        logits: Tensor = WideProduct.apply(x, self.weight, wide)
         scores = self.scores(logits)
         ids = self.choose(scores.detach())
         weights = scores.gather(1, ids)
@@ -100,6 +99,27 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, experts={self.weight.shape[0]}, top_k={self.top_k}"
+
+
+class WideProduct(torch.autograd.Function):
+    """x [T,D] and w [E,D] -> y [T,E] in another dtype, in which all three products are made.
+
+        y = x wᵀ        dx = dy w        dw = dyᵀ x
+
+    Keeps x as it is for the backward: a wide copy would be of twice the size of a layer's input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x.to(dtype) @ w.to(dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        dx = (grad @ w.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dw = (grad.T @ x.to(grad.dtype)).to(w.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
