@@ -17,6 +17,9 @@ writes each of its results once. In elements of 2 bytes, a token and a layer:
     backward    the same norms 4D, twice; rotation 2(Q + KV); SwiGLU 5F (reads dh, gate, up; writes dgate, dup)
     together    16D + 4(Q + KV) + 8F
 
+With experts a token goes through k of them: products are those of kT dense rows, F is kF, and rows are copied to their
+experts and added up again, in both directions: 4(k + 1)D more.
+
 Beside the layers: softmax and its gradient 3V a token in bf16, the embedding and the last norm 12D. Once a step bf16
 weights are made from the fp32 ones: 6P bytes. Recomputation is not in the floor: a step that needs it pays for it.
 """
@@ -96,9 +99,17 @@ def products(
 
 
 def block_products(config: ModelConfig) -> list[tuple[int, int]]:
-    """The linears [N,K] of a block of Llama's kind: q, k and v in one, output, gate and up in one, down."""
+    """The linears [N,K] of a block of Llama's kind: q, k and v in one, output, gate and up in one, down; with experts
+    the first two, as the others have more rows (`expert_products`)."""
     q, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
-    return [(q + 2 * kv, config.dim), (config.dim, q), (2 * config.ffn_size, config.dim), (config.dim, config.ffn_size)]
+    mlp = [] if config.n_experts else expert_products(config)
+    return [(q + 2 * kv, config.dim), (config.dim, q), *mlp]
+
+
+def expert_products(config: ModelConfig) -> list[tuple[int, int]]:
+    """The linears [N,K] of one expert, or of a dense feed-forward half: gate and up in one, down."""
+    size = config.expert_size
+    return [(2 * size, config.dim), (config.dim, size)]
 
 
 def attention(row: Row, config: ModelConfig, device: torch.device) -> Callable[[], None]:
@@ -145,16 +156,20 @@ def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, An
     """Parts of the floor in seconds a step, their sum, the rates behind them and the bytes that were assumed."""
     small = device.type != "cuda"
     shape = model_shape(config)
-    dim, ffn, vocab, layers = config.dim, config.ffn_size, config.vocab_size, config.n_layers
+    dim, vocab, layers = config.dim, config.vocab_size, config.n_layers
+    chosen = config.moe_top_k if config.n_experts else 0  # experts of a token; every layer has them, or none
+    ffn = config.expert_size * max(1, chosen)
     q, kv = config.n_heads * config.head_size, config.kv_heads * config.head_size
     tokens, micro = row.microbatch_rows * row.row_tokens, row.microbatches
     chunk = min(tokens, config.loss_chunk_tokens)
     least_s = 0.001 if small else 0.1
 
-    block = block_products(config)
-    layer_bytes = 2 * tokens * (16 * dim + 4 * (q + kv) + 8 * ffn)
+    block, expert = block_products(config), expert_products(config) if chosen else []
+    layer_bytes = 2 * tokens * (16 * dim + 4 * (q + kv) + 8 * ffn + (4 * (chosen + 1) * dim if chosen else 0))
     layer = [products(tokens, block, device), attention(row, config, device), copy(layer_bytes // 2, device)]
-    block_s, attention_s, layer_copy_s = median_seconds(layer, device, 15 * least_s)
+    layer += [products(chosen * tokens, expert, device)] if chosen else []
+    block_s, attention_s, layer_copy_s, *experts_s = median_seconds(layer, device, 15 * least_s)
+    block_s += sum(experts_s)
     head = [products(chunk, [(vocab, dim)], device), copy(6 * chunk * vocab // 2, device)]
     head_s = median_seconds(head, device, 5 * least_s)[0] * tokens / chunk
     rate = layer_bytes / layer_copy_s
@@ -172,7 +187,7 @@ def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, An
         "accumulation": accumulation / rate,
         "optimizer": optimizer_s * parameters,
     }
-    block_flops = 6 * tokens * sum(n * k for n, k in block)
+    block_flops = 6 * tokens * (sum(n * k for n, k in block) + chosen * sum(n * k for n, k in expert))
     return {
         "seconds": sum(parts.values()),
         "tokens_per_s": step_tokens / sum(parts.values()),

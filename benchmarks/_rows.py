@@ -28,6 +28,7 @@ class Row:
     recompute: str = "none"
     reshard_after_forward: bool = False
     isolate_documents: bool = False
+    storage: str = "fp32"
     compile: bool = True
     device: str = "cuda"
     warmup_steps: int = 5
@@ -54,6 +55,7 @@ class Row:
             "data.microbatch_rows": self.microbatch_rows,
             "data.isolate_documents": self.isolate_documents,
             "parallel.precision": "bf16",
+            "parallel.storage": self.storage,
             "parallel.recompute": self.recompute,
             "parallel.reshard_after_forward": self.reshard_after_forward,
             "parallel.compile": self.compile,
@@ -96,6 +98,18 @@ ROWS = {
             warmup_steps=2,
             timed_steps=10,
             target=12_600,
+        ),
+        # 24 layers of 8 experts: split storage, as fp32 weights and gradients of all would leave no room.
+        Row(
+            name="moe",
+            model={"preset": "moe-9b-a3b"},
+            microbatch_rows=2,
+            recompute="full",
+            storage="split",
+            reshard_after_forward=True,
+            warmup_steps=2,
+            timed_steps=10,
+            target=22_000,
         ),
         # The same blocks without recomputation and with two rows a microbatch: 24 of them fit.
         Row(

@@ -1,13 +1,14 @@
 """kforge-model's parts on one device, each beside what it is to be compared with, in turns in one process.
 
     python benchmarks/model.py                   every row, sizes of Llama-3 8B where there is a GPU, small ones without
-    python benchmarks/model.py --rows loss       one kind of row: block, loss, packed, cores
+    python benchmarks/model.py --rows loss       one kind of row: block, loss, packed, cores, experts
 
 block    forward and backward of a compiled block, beside its matrix products and its attention measured alone, and
          beside the same block in eager torch with SDPA
 loss     time and peak memory of the head and the loss in chunks, beside all logits and torch's cross-entropy
 packed   a compiled block on rows of documents (mean 600 tokens), beside rows of one document
 cores    attention with what only some kernels can (windows, soft-cap, sinks), on rows of documents, beside a mask
+experts  a layer of 8 experts, 2 a token, beside dense products of as many FLOPs
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import _results
 import torch
-from _floor import attention, block_products, median_seconds, products
+from _floor import attention, block_products, expert_products, median_seconds, products
 from _rows import ROWS, document_lengths
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,6 +32,7 @@ from kforge_model import (
     AttentionCore,
     Block,
     ModelConfig,
+    MoE,
     Rotary,
     Rows,
     linear_cross_entropy,
@@ -182,7 +184,30 @@ def core_rows(sizes: Sizes) -> list[dict[str, Any]]:
     return lines
 
 
-KINDS = {"block": block_rows, "loss": loss_rows, "packed": packed_rows, "cores": core_rows}
+def expert_rows(sizes: Sizes) -> list[dict[str, Any]]:
+    """A layer of 8 experts, 2 a token, beside dense products of as many FLOPs."""
+    width = {"dim": 2048, "n_heads": 16, "ffn_dim": 7168} if sizes.cuda else {"dim": 128, "n_heads": 4, "ffn_dim": 256}
+    config = ModelConfig(n_experts=8, moe_top_k=2, balance_loss=0.01, **width)
+    tokens = 16_384 if sizes.cuda else 1024
+    moe = MoE(config).to(sizes.device, sizes.dtype)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    x = sizes.normal(4, tokens // 4, config.dim).requires_grad_()
+    upstream = torch.randn_like(x)
+    rows = replace(Rows.plain(4, tokens // 4, sizes.device), scale=torch.ones((), device=sizes.device) / tokens)
+    wanted = (x, *moe.parameters())
+    works = [
+        lambda: torch.autograd.grad(moe(x, rows), wanted, upstream) and None,
+        products(config.moe_top_k * tokens, expert_products(config), sizes.device, sizes.dtype),
+    ]
+    value, spread, times = rounds(sizes, works, lambda t: t[1] / t[0])
+    parts = {"layer ms": times[0], "products ms": times[1]}
+    target = 0.75 if sizes.cuda else None
+    name = "dense products / layer of experts"
+    return [_results.row(name, value, "ratio", target=target, spread=spread, parts=parts)]
+
+
+KINDS = {"block": block_rows, "loss": loss_rows, "packed": packed_rows, "cores": core_rows, "experts": expert_rows}
 
 
 def main() -> None:
