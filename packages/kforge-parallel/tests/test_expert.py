@@ -238,25 +238,36 @@ def test_copies_of_an_expert_are_compared():
 
 
 def compiled(rank, world):
-    from kforge_parallel import compile_blocks, launch, parallelize
+    """Gradients, exchanges and graphs of two microbatches: not compiled, compiled, and run again in backward."""
+    import torch._dynamo
 
+    from kforge_parallel import build, expert, launch, parallelize
+
+    build.compile_blocks = partial(build.compile_blocks, backend="aot_eager")
+    routes = []
+    expert.Route.wait = lambda route, wait=expert.Route.wait: routes.append(route) or wait(route)
     mesh = launch(ParallelConfig(precision="fp64", ep=2))
     found = []
-    for backend in (None, "aot_eager"):
-        model = parallelize(mixture.Model, mesh, init=mixture.fill, gradients="sum")
-        if backend:
-            compile_blocks(list(model.layers), backend=backend)
+    for options in ({}, {"compile": True}, {"compile": True, "recompute": "full"}):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        routes.clear()
+        model = parallelize(mixture.Model, mesh, init=mixture.fill, gradients="sum", **options)
         for part in (slice(0, 4), slice(4, 8)):  # rows go to other experts: other sizes
             batch = {name: rows[part] for name, rows in mixture.BATCH.items()}
             mixture.loss(model, batch, torch.tensor(0.1, dtype=torch.float64)).backward()
-        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        found.append((gradients, len(routes), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     return found
 
 
-def test_compiled_blocks_compute_the_same():
-    plain, other = run_ranks(compiled, 2, init=False, timeout_s=120)[0]
-    for name in plain:
-        torch.testing.assert_close(other[name], plain[name], rtol=1e-12, atol=1e-13, msg=name)
+def test_compiled_blocks_compute_the_same_and_can_run_again_in_backward():
+    (plain, exchanges, _), once, twice = run_ranks(compiled, 2, init=False, timeout_s=120)[0]
+    assert exchanges == once[1] == 4 and twice[1] == 8
+    assert once[2] == twice[2] > 0  # what runs again is compiled, too
+    for gradients, _, _ in (once, twice):
+        for name in plain:
+            torch.testing.assert_close(gradients[name], plain[name], rtol=1e-12, atol=1e-13, msg=name)
 
 
 # ------------------------------------------------------------------------------------------ what cannot be

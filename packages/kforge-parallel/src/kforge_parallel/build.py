@@ -20,7 +20,7 @@ from kforge_parallel._torch import times_written
 from kforge_parallel.activation import recompute_blocks
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.config import ParallelConfig
-from kforge_parallel.expert import spread_experts
+from kforge_parallel.expert import find_mixtures, spread_experts
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.plan import Resolved, resolve_plan
@@ -84,9 +84,13 @@ def parallelize(
         kv_heads = getattr(model, "shape", {}).get("n_kv_heads")
         apply_plan(model, mesh.tp, words, sequence_parallel=config.sequence_parallel, kv_heads=kv_heads)
         check("tensor parallelism")
+    # A mixture of experts breaks its block into several graphs, and a checkpoint in what is compiled may hold none.
+    mixed = [block for block in block_list if find_mixtures(block)]
+    if config.compile:
+        compile_blocks(mixed)
     recompute_blocks(block_list, config.recompute)
     if config.compile:
-        compile_blocks(block_list)
+        compile_blocks([block for block in block_list if block not in mixed])
     wrapped = mesh.size > 1 or config.storage == "fp32"
     if wrapped:
         shard(
