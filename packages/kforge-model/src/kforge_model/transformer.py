@@ -172,7 +172,7 @@ class Transformer(nn.Module):
         for a parameter or buffer that no part speaks of: nothing is left as it lay in memory.
         """
         self.tie()
-        every = dict([*self.named_parameters(), *self.named_buffers()])
+        every = dict([*self.named_buffers(), *self.named_parameters()])
         unknown = [name for name in every if self._rule_of(name) is None]
         if unknown:
             raise ValueError(

@@ -43,8 +43,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [N,D], the rows of expert 0 first, and counts [E] int64 of sum N -> [N,D].
 
-        On CUDA in bfloat16 the host does not learn the counts. Elsewhere, and for widths that are no multiple of 8, one
-        expert after the other, which on CUDA waits for the device.
+        On CUDA in bfloat16 the host does not learn the counts (`groups_can`). Elsewhere, and for widths that are no
+        multiple of 8, one expert after the other, which on CUDA waits for the device.
         """
         w_in = self.w_gate_up.flatten(1, 2) if self.gated else self.w_up  # [E, 2F or F, D]
         if groups_can(x, w_in, self.w_down):
@@ -52,7 +52,8 @@ class Experts(nn.Module):
             hidden: Tensor = GroupedProduct.apply(x, w_in, ends)
             y: Tensor = GroupedProduct.apply(self._activated(hidden), self.w_down, ends)
             return y
-        parts = zip(x.split(counts.tolist()), w_in.unbind(), self.w_down.unbind(), strict=True)
+        sizes = counts.tolist() if len(x) else [0] * len(w_in)
+        parts = zip(x.split(sizes), w_in.unbind(), self.w_down.unbind(), strict=True)
         return torch.cat([F.linear(self._activated(F.linear(part, a)), b) for part, a, b in parts])
 
     def _activated(self, hidden: Tensor) -> Tensor:
@@ -103,11 +104,12 @@ class GroupedProduct(torch.autograd.Function):
 
 def groups_can(x: Tensor, *weights: Tensor) -> bool:
     """Whether ``grouped_mm`` computes x @ wᵀ, and its gradients, without the host knowing where groups end: bfloat16 on
-    CUDA from compute capability 8.0 on, rows of a multiple of 16 bytes."""
-    if not x.is_cuda or any(t.dtype != torch.bfloat16 for t in (x, *weights)):
+    CUDA of compute capability 9 and 10 (on others torch loops over the groups too), rows of a multiple of 16 bytes, and
+    at least one."""
+    if not x.is_cuda or not len(x) or any(t.dtype != torch.bfloat16 for t in (x, *weights)):
         return False
     aligned = all(n * x.itemsize % ALIGNED == 0 for w in weights for n in w.shape[-2:])
-    return aligned and _capability(x.device.index) >= (8, 0)
+    return aligned and _capability(x.device.index)[0] in (9, 10)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
