@@ -90,6 +90,36 @@ def test_the_loss_is_that_of_an_independent_mean(tokens, tmp_path):
     assert losses[0] == pytest.approx(expected, rel=1e-12)
 
 
+def test_utilisation_counts_attention_inside_documents(tokens, tmp_path):
+    """FLOPs of a packed job are those of its documents' lengths; a row is counted whole where they see one another."""
+    from kforge_data import TokenShards, pack_rows
+    from kforge_model import flops_per_token
+    from kforge_train.build import attended_lengths
+
+    for isolated in (True, False):
+        config = job(tokens, tmp_path / str(isolated), data__isolate_documents=isolated, data__row_tokens=128)
+        source = TokenShards(config.data.train)
+        count = source.row_count(128)
+        assert count < 256  # so all of it is looked at
+        lengths = attended_lengths(source, config.data)
+        if isolated:
+            docs = pack_rows(source.read_rows(range(count), 128)).doc_ids
+            pairs = sum((row == number).sum() ** 2 for row in docs for number in set(row.tolist()))
+            assert sum(n * n for n in lengths) == pairs
+            assert flops_per_token(config.model, lengths) < flops_per_token(config.model, 128)
+        else:
+            assert lengths == [128]
+        done = run_ranks(flops_told, 1, config, init=False)[0]
+        assert done == flops_per_token(config.model, lengths)
+
+
+def flops_told(rank, world, config):
+    from kforge_train.build import build
+
+    with build(config) as parts:
+        return parts.tracker.flops_per_token
+
+
 def mean_by_hand(rank, world, config):
     from dataclasses import replace
 

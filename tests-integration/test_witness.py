@@ -150,7 +150,7 @@ ERRORS = {
     "parallel.cpu_offload": (True, "works on CUDA only"),
     "parallel.cp": (2, "not available"),
     "parallel.pp": (2, "not available"),
-    "parallel.ep": (2, "does not divide"),
+    "parallel.ep": (2, "expert parallelism is laid over dp_shard, cp and tp, and each of them is 1"),
     "parallel.device": ("cuda", "sees no CUDA device"),
     "data.train": ("nowhere", "no such folder"),
     "data.tokenizer": ("nowhere.json", "data.tokenizer"),

@@ -233,7 +233,7 @@ def spread_experts(model: nn.Module, mesh: Mesh, words: Mapping[str, str]) -> li
                     f"the plan cuts {parameter} as {words[parameter]!r} over tp, but parallel.ep = {ep.size()} deals "
                     "whole experts out over the same ranks; call it 'experts' in the plan, or set parallel.ep to 1"
                 )
-        mixture.exchange = AllToAllExchange(ep.get_group(), _deal_out(f"{name}.experts", experts, ep), rows)
+        mixture.exchange = AllToAllExchange(ep.get_group(), _deal_out(f"{name}.experts".lstrip("."), experts, ep), rows)
         dealt.append(experts)
     return dealt
 

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import kforge_model
 from kforge_ckpt import Checkpointer, RngState
-from kforge_data import Loader, Tokenizer, TokenShards
+from kforge_data import DataConfig, Loader, Tokenizer, TokenShards, pack_rows
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
 from kforge_optim import LossScaler, Optimizer, build_optimizer
@@ -210,7 +211,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             workers=data.workers,
             device=mesh.device,
         )
-        tracker = _tracker(config, mesh, run_dir)
+        tracker = _tracker(config, mesh, run_dir, source)
         job = Job(
             config=config,
             mesh=mesh,
@@ -245,7 +246,20 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             close_logger()
 
 
-def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path) -> Tracker:
+def attended_lengths(source: TokenShards, data: DataConfig) -> list[int]:
+    """What attention works on, for `flops_per_token`: the lengths, in tokens, of the documents of up to 256 rows from
+    all over the source, or the length of a row where its documents see one another."""
+    if not data.isolate_documents:
+        return [data.row_tokens]
+    count = source.row_count(data.row_tokens)
+    rows = np.unique(np.linspace(0, count - 1, min(count, 256)).astype(np.int64))
+    packed = pack_rows(source.read_rows(rows, data.row_tokens))
+    assert packed.cu_seqlens is not None
+    lengths: list[int] = np.diff(packed.cu_seqlens).tolist()
+    return lengths
+
+
+def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path, source: TokenShards) -> Tracker:
     sinks: list[Any] = []
     if mesh.rank == 0 and config.metrics.jsonl:
         sinks.append(JsonlSink(run_dir / "events.jsonl"))
@@ -253,12 +267,11 @@ def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path) -> Tracker:
         sinks.append(ConsoleSink(config.train.steps))
     compute = precision_of(config.parallel.precision).compute
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    row = config.data.row_tokens
     return Tracker(
         sinks,
         every_steps=config.metrics.every_steps,
-        flops_per_token=flops_per_token(config.model, row),
-        flops_per_token_palm=flops_per_token(config.model, row, causal=False),
+        flops_per_token=flops_per_token(config.model, attended_lengths(source, config.data)),
+        flops_per_token_palm=flops_per_token(config.model, config.data.row_tokens, causal=False),
         peak_flops=peak_flops(name, compute),
         world=mesh.size,
         rank=mesh.rank,
