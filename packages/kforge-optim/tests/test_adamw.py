@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kforge_optim import AdamW, OptimConfig, Slot, build_optimizer
+from kforge_optim import AdamW, OptimConfig, Rates, Slot, build_optimizer
 
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8}
 SHAPES = [(7, 5), (64, 33), (3,), (1,), (2, 3, 4)]
@@ -29,7 +29,7 @@ def slots(weights: list[nn.Parameter], algorithm: AdamW) -> list[Slot]:
 
 @torch.no_grad()
 def update(algorithm: AdamW, of: list[Slot], lr: float, scale: Tensor | None = None, gate: Tensor | None = None):  # type: ignore[no-untyped-def]
-    algorithm.update(of, lr=lr, weight_decay=0.1, scale=scale, gate=gate)
+    algorithm.update(of, rates=Rates(lr=lr, weight_decay=0.1), scale=scale, gate=gate)
 
 
 def test_equals_torch_in_float64() -> None:
@@ -62,6 +62,19 @@ def test_equals_the_formula() -> None:
         update(algorithm, of, 1e-2)
     torch.testing.assert_close(weight.detach(), w, rtol=1e-12, atol=1e-12)
     assert of[0].state["step"] == 50
+
+
+def test_momentum_of_the_rates_takes_the_place_of_the_first_beta() -> None:
+    ours, theirs = parameters(torch.float64), parameters(torch.float64)
+    usual, other = AdamW(**SETTINGS), AdamW(betas=(0.8, 0.95), eps=1e-8)
+    of, reference = slots(ours, usual), slots(theirs, other)
+    for step in range(3):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        with torch.no_grad():
+            usual.update(of, rates=Rates(1e-2, 0.1, momentum=0.8), scale=None, gate=None)
+        update(other, reference, 1e-2)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, theirs, strict=True))
 
 
 def test_bit_equal_to_torch_fused_in_float32() -> None:

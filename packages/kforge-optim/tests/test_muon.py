@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from kforge_optim import Muon, OptimConfig, Optimizer, Slot, build_optimizer, newton_schulz
+from kforge_optim import Muon, OptimConfig, Optimizer, Rates, Slot, build_optimizer, newton_schulz
 from kforge_testing import run_ranks
 
 SHAPES = [(10, 6), (6, 10), (7, 7), (10, 6), (1, 5), (5, 1), (6, 10)]
@@ -43,7 +43,7 @@ def slots(of: list[nn.Parameter], muon: Muon) -> list[Slot]:
 
 @torch.no_grad()
 def update(muon: Muon, of: list[Slot], scale: Tensor | None = None, gate: Tensor | None = None) -> None:
-    muon.update(of, lr=0.02, weight_decay=0.1, scale=scale, gate=gate)
+    muon.update(of, rates=Rates(lr=0.02, weight_decay=0.1), scale=scale, gate=gate)
 
 
 def reference_weights(steps: int) -> list[np.ndarray]:
@@ -78,6 +78,18 @@ def test_equals_the_reference() -> None:
         update(muon, of)
     for weight, expected in zip(ours, reference_weights(50), strict=True):
         np.testing.assert_allclose(weight.detach().numpy(), expected, atol=1e-11)
+
+
+def test_momentum_of_the_rates_takes_the_place_of_its_own() -> None:
+    (usual, other), (ours, theirs) = (Muon(), Muon(momentum=0.8)), (weights(), weights())
+    of, reference = slots(ours, usual), slots(theirs, other)
+    for step in range(3):
+        for mine, its, grad in zip(ours, theirs, gradients(step), strict=True):
+            mine.grad, its.grad = grad, grad.clone()
+        with torch.no_grad():
+            usual.update(of, rates=Rates(0.02, 0.1, momentum=0.8), scale=None, gate=None)
+        update(other, reference)
+    assert all(torch.equal(mine, its) for mine, its in zip(ours, theirs, strict=True))
 
 
 def test_agrees_with_torch() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from kforge_optim import OptimConfig, Optimizer, Slot, build_optimizer, clip, register_optimizer
+from kforge_optim import OptimConfig, Optimizer, Rates, Slot, build_optimizer, clip, register_optimizer
 from kforge_testing import run_ranks
 
 NAMES = ["adamw", "muon"]
@@ -334,9 +334,9 @@ def test_unknown_optimizer_lists_the_known_ones_and_a_decorator_adds_one() -> No
         def init_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
             return {}
 
-        def update(self, slots: list[Slot], *, lr: float, weight_decay: float, scale: Any, gate: Any) -> None:
+        def update(self, slots: list[Slot], *, rates: Rates, scale: Any, gate: Any) -> None:
             for slot in slots:
-                slot.parameter.sub_(slot.parameter.grad.sign(), alpha=lr)
+                slot.parameter.sub_(slot.parameter.grad.sign(), alpha=rates.lr)
 
     @register_optimizer("test-sign")
     def sign(config: OptimConfig) -> Sign:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kforge_optim import clip as clip
     from kforge_optim.adamw import AdamW as AdamW
     from kforge_optim.algorithm import Algorithm as Algorithm
+    from kforge_optim.algorithm import Rates as Rates
     from kforge_optim.algorithm import Slot as Slot
     from kforge_optim.algorithm import register_optimizer as register_optimizer
     from kforge_optim.config import OptimConfig as OptimConfig
@@ -45,6 +46,7 @@ _HOME = {
     "Muon": "muon",
     "OptimConfig": "config",
     "Optimizer": "optimizer",
+    "Rates": "algorithm",
     "Slot": "algorithm",
     "build_groups": "groups",
     "build_optimizer": "optimizer",

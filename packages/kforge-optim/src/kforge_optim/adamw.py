@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from kforge_optim._torch import foreach_mul_
-from kforge_optim.algorithm import Slot, register_optimizer
+from kforge_optim.algorithm import Rates, Slot, register_optimizer
 from kforge_optim.config import OptimConfig
 from kforge_optim.sharding import local, local_gradient, same_strides
 
@@ -37,9 +37,7 @@ class AdamW:
             "exp_avg_sq": torch.zeros_like(weight),
         }
 
-    def update(
-        self, slots: Sequence[Slot], *, lr: float, weight_decay: float, scale: Tensor | None, gate: Tensor | None
-    ) -> None:
+    def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
         """One step; see `Algorithm.update`. With ``scale`` the kernel leaves the scaled gradient in ``.grad``."""
         by_dtype: dict[torch.dtype, list[Slot]] = {}
         for slot in slots:
@@ -73,10 +71,10 @@ class AdamW:
                 grad_scale=grad_scale,
                 found_inf=found_inf,
                 amsgrad=False,
-                beta1=self.betas[0],
+                beta1=self.betas[0] if rates.momentum is None else rates.momentum,
                 beta2=self.betas[1],
-                lr=lr,
-                weight_decay=weight_decay,
+                lr=rates.lr,
+                weight_decay=rates.weight_decay,
                 eps=self.eps,
                 maximize=False,
             )

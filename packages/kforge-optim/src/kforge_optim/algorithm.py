@@ -29,6 +29,18 @@ class Slot:
     weight is a matrix, or a batch of them over all dimensions but the last two."""
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What the schedules say of one group in one step, as numbers on the host."""
+
+    lr: float
+    """Learning rate."""
+    weight_decay: float
+    """Decoupled weight decay: the step takes lr · weight_decay of the weight."""
+    momentum: float | None = None
+    """Decay rate of the first moment (AdamW's first beta, Muon's momentum). None: the algorithm's own."""
+
+
 class Algorithm(Protocol):
     """An update rule. It holds hyperparameters only; what it remembers lies in the slots."""
 
@@ -43,9 +55,7 @@ class Algorithm(Protocol):
         and to ``update`` is a float32 stand-in, which does not outlive the call: keep no reference to it."""
         ...
 
-    def update(
-        self, slots: Sequence[Slot], *, lr: float, weight_decay: float, scale: Tensor | None, gate: Tensor | None
-    ) -> None:
+    def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
         """Update parameters and state in place; each slot has a gradient. Called without autograd.
 
         scale: 0-dim, multiplies the gradients. gate: 0-dim, 1 or 0; with 0 no bit of parameters and state changes,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from kforge_optim._torch import sharded_dim, stacked
-from kforge_optim.algorithm import Fused, Slot, register_optimizer
+from kforge_optim.algorithm import Fused, Rates, Slot, register_optimizer
 from kforge_optim.config import OptimConfig
 from kforge_optim.sharding import distinct_shards, gathered, local, local_gradient
 
@@ -79,19 +79,19 @@ class Muon:
             raise ValueError(f"muon takes matrices, not a parameter of shape {tuple(parameter.shape)}")
         return {"momentum_buffer": torch.zeros_like(parameter.detach())}
 
-    def update(
-        self, slots: Sequence[Slot], *, lr: float, weight_decay: float, scale: Tensor | None, gate: Tensor | None
-    ) -> None:
+    def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
         """One step; see `Algorithm.update`. Every rank that shares a matrix must call it with the same slots."""
         accept = None if gate is None else gate > 0
+        momentum = self.momentum if rates.momentum is None else rates.momentum
         for batch in _batches(slots):
-            updates = [self._momentum(slot, scale, accept) for slot in batch]
+            updates = [self._momentum(slot, momentum, scale, accept) for slot in batch]
             ortho_Nrc = self._orthogonalise(torch.stack(updates), batch[0])
             for slot, ortho_rc in zip(batch, ortho_Nrc.unbind(), strict=True):
                 weight_rc = local(slot.parameter)
-                _put(weight_rc, (weight_rc * (1 - lr * weight_decay)).sub_(ortho_rc, alpha=lr), accept)
+                decayed_rc = weight_rc * (1 - rates.lr * rates.weight_decay)
+                _put(weight_rc, decayed_rc.sub_(ortho_rc, alpha=rates.lr), accept)
 
-    def _momentum(self, slot: Slot, scale: Tensor | None, accept: Tensor | None) -> Tensor:
+    def _momentum(self, slot: Slot, momentum: float, scale: Tensor | None, accept: Tensor | None) -> Tensor:
         """Move the momentum of one weight; return the local part of what is orthogonalised, in Newton-Schulz's dtype.
 
         What is gathered travels in that dtype: bfloat16 halves it.
@@ -100,8 +100,8 @@ class Muon:
         if scale is not None:
             grad_rc = grad_rc * scale.to(grad_rc.dtype)
         old_rc = local(slot.state["momentum_buffer"])
-        buffer_rc = old_rc.lerp(grad_rc, 1 - self.momentum)
-        update_rc = grad_rc.lerp(buffer_rc, self.momentum)
+        buffer_rc = old_rc.lerp(grad_rc, 1 - momentum)
+        update_rc = grad_rc.lerp(buffer_rc, momentum)
         _put(old_rc, buffer_rc, accept)
         if update_rc.dtype == torch.float64:
             return update_rc

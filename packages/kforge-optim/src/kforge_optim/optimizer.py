@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from kforge_optim import adamw as _adamw  # noqa: F401  (registers itself)
 from kforge_optim import muon as _muon  # noqa: F401  (registers itself)
 from kforge_optim import split
-from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Slot
+from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Rates, Slot
 from kforge_optim.config import OptimConfig
 from kforge_optim.groups import Group, build_groups, check_owned_once, clean_name, groups_table
 from kforge_optim.schedules import Schedule, build_schedule
@@ -88,7 +88,7 @@ class Optimizer:
         it may hold scaled values afterwards. Every rank must call it.
         """
         self.init_state()
-        rates = self.lrs()
+        lrs = self.lrs()
         self.schedule_step += 1
         scale, gate = _scalar("scale", scale), _scalar("gate", gate)
         for group in self.groups:
@@ -99,8 +99,7 @@ class Optimizer:
             for device, slots in by_device.items():
                 update = partial(
                     self._algorithms[group.algorithm].update,
-                    lr=rates[group.name],
-                    weight_decay=group.weight_decay,
+                    rates=Rates(lr=lrs[group.name], weight_decay=group.weight_decay),
                     scale=None if scale is None else scale.to(device, non_blocking=True),
                     gate=None if gate is None else gate.to(device, non_blocking=True),
                 )
