@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kforge_model import MLPS, GatedMLP, ModelConfig, PlainMLP
+from kforge_model.config import GATED_MLPS
+from kforge_model.mlp import GATED
 
 FORMULAS = {
     "swiglu": lambda g: g / (1 + (-g).exp()),
@@ -47,3 +49,7 @@ def test_formula(name: str, bias: bool) -> None:
 def test_used_alone() -> None:
     x = torch.randn(2, 5, 8)
     assert GatedMLP(8, 24)(x).shape == PlainMLP(8, 24, torch.relu)(x).shape == x.shape
+
+
+def test_the_config_knows_which_are_gated() -> None:
+    assert set(GATED_MLPS) == set(GATED)

@@ -83,6 +83,7 @@ WITH: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["model.window_pattern", "model.rope_theta_window"], WINDOW),
     **dict.fromkeys(["model.rope_factor", "model.rope_original_len", "model.rope_attn_factor"], YARN),
     **dict.fromkeys(["model.rope_low", "model.rope_high"], LLAMA3),
+    "model.mtp_weight": {"model.mtp_depth": 1},
 }
 # What can only change together with others.
 TOGETHER: dict[str, dict[str, Any]] = {"model.attention": LATENT}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+import dataclasses
+import difflib
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from kforge_model.config import ModelConfig
@@ -42,6 +46,60 @@ OF_EXPERTS = (
 """Fields that speak of experts, beside n_experts."""
 
 
+_KINDS: Mapping[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a text"),
+    Mapping: ((Mapping,), "a mapping"),
+}
+"""Annotation of a field -> the types of its values, and what to call them."""
+
+
+def check_kinds(config: ModelConfig) -> None:
+    """Raise ValueError for the first field whose value is not of the kind that its annotation says."""
+    for name, (kind, choices, optional) in _kinds_of().items():
+        value = getattr(config, name)
+        if value is None and optional:
+            continue
+        if choices:
+            _check_choice(name, value, choices)
+            continue
+        types, words = _KINDS[kind]
+        fits = isinstance(value, types) and (kind is bool or not isinstance(value, bool))
+        if not fits:
+            raise ValueError(f"model.{name} = {value!r} must be {words}{', or None' if optional else ''}")
+        if kind is float and not abs(value) <= sys.float_info.max:
+            raise ValueError(f"model.{name} = {value} must be finite")
+    if strange := [key for key in config.options if not isinstance(key, str)]:
+        raise ValueError(f"model.options has the key {strange[0]!r}, and keys are names")
+
+
+@cache
+def _kinds_of() -> dict[str, tuple[Any, tuple[str, ...], bool]]:
+    """Field -> a key of _KINDS, the choices that it has (none: any), and whether it may be None."""
+    from kforge_model.config import ModelConfig
+
+    found = {}
+    hints = get_type_hints(ModelConfig)
+    for field in dataclasses.fields(ModelConfig):
+        hint = hints[field.name]
+        optional = type(None) in get_args(hint)
+        kind = get_args(hint)[0] if optional else hint
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        found[field.name] = (get_origin(kind) or kind, choices, optional)
+    return found
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value in choices:
+        return
+    near = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
+    known = ", ".join(map(repr, choices))
+    hint = f"did you mean {near[0]!r}? Known are {known}" if near else f"known are {known}"
+    raise ValueError(f"model.{name} = {value!r} is not known; {hint}")
+
+
 def check_model(config: ModelConfig) -> None:
     """Raise ValueError for the first thing that cannot be built, with the values and what to change."""
     for name in (*_COUNTS, *_OPTIONAL_COUNTS):
@@ -50,10 +108,8 @@ def check_model(config: ModelConfig) -> None:
             raise ValueError(f"model.{name} = {value} must be at least 1")
     for name in (*_ABOVE_0, *_NOT_NEGATIVE):
         value = getattr(config, name)
-        if value is not None and not (value > 0 or (value == 0 and name in _NOT_NEGATIVE)):
-            raise ValueError(
-                f"model.{name} = {value} must {'not be negative' if name in _NOT_NEGATIVE else 'be above 0'}"
-            )
+        if value is not None and (value < 0 or (value == 0 and name in _ABOVE_0)):
+            raise ValueError(f"model.{name} = {value} must {'be above 0' if name in _ABOVE_0 else 'not be negative'}")
     if not 0 <= config.label_smoothing < 1:
         raise ValueError(f"model.label_smoothing = {config.label_smoothing} must lie in [0, 1)")
     if config.ffn_size < 1:
@@ -62,6 +118,11 @@ def check_model(config: ModelConfig) -> None:
     _check_latents(config)
     _check_window(config)
     _check_rope(config)
+    if not config.mtp_depth and config.mtp_weight != config.__dataclass_fields__["mtp_weight"].default:
+        raise ValueError(
+            f"model.mtp_weight = {config.mtp_weight} is of the further tokens, and model.mtp_depth = 0; set that, or "
+            "leave mtp_weight out"
+        )
     if config.n_experts:
         _check_experts(config)
         _check_balance(config)
@@ -79,11 +140,13 @@ def _check_heads(config: ModelConfig) -> None:
         raise ValueError(
             f"model.dim = {config.dim} is not a multiple of n_heads = {config.n_heads}; change one, or set head_dim"
         )
-    if config.head_size < 2:
-        raise ValueError(f"model.head_dim = {config.head_size} must be even and positive: RoPE rotates pairs")
     if config.rope_size < 2 or config.rope_size % 2:
-        name = "head_dim" if config.rope_dim is None else "rope_dim"
-        raise ValueError(f"model.{name} = {config.rope_size} must be even and positive: RoPE rotates pairs")
+        raise ValueError(
+            f"model.head_dim = {config.head_size} must be even and positive: RoPE rotates pairs. Or say by rope_dim "
+            "how many features of a head it rotates"
+            if config.rope_dim is None
+            else f"model.rope_dim = {config.rope_dim} must be even and positive: RoPE rotates pairs"
+        )
     if config.rope_size > config.head_size:
         raise ValueError(
             f"model.rope_dim = {config.rope_size} is more than head_dim = {config.head_size}: it is the part of a head "
@@ -141,7 +204,7 @@ def _check_rope(config: ModelConfig) -> None:
     if kind == "none":
         if factor != 1:
             raise ValueError(f"model.rope_factor = {factor} does nothing without model.rope_scaling; name a kind")
-    elif not factor >= 1:
+    elif factor < 1:
         raise ValueError(f"model.rope_factor = {factor} must be at least 1: it says how many times longer rows become")
     if kind in ("yarn", "llama3"):
         if config.rope_original_len is None:
@@ -150,9 +213,16 @@ def _check_rope(config: ModelConfig) -> None:
             raise ValueError(
                 f"model.rope_low = {config.rope_low} and rope_high = {config.rope_high} must be above 0 and rise"
             )
-    elif config.rope_original_len is not None:
+    else:
+        for name in ("rope_original_len", "rope_low", "rope_high"):
+            if getattr(config, name) != config.__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"model.{name} = {getattr(config, name)} is read by rope_scaling = 'yarn' and 'llama3' only"
+                )
+    if kind == "yarn" and config.rope_theta <= 1:
         raise ValueError(
-            f"model.rope_original_len = {config.rope_original_len} is read by rope_scaling = 'yarn' and 'llama3' only"
+            f"model.rope_theta = {config.rope_theta} must be above 1 under rope_scaling = 'yarn': frequencies have to "
+            "fall from feature to feature"
         )
     if config.rope_attn_factor is not None and kind != "yarn":
         raise ValueError(f"model.rope_attn_factor = {config.rope_attn_factor} is read by rope_scaling = 'yarn' only")
@@ -160,8 +230,6 @@ def _check_rope(config: ModelConfig) -> None:
         raise ValueError(
             f"model.rope_scaling = 'ntk' wants at least 4 rotated features, and rope_dim = {config.rope_size}"
         )
-    if not math.isfinite(factor):
-        raise ValueError(f"model.rope_factor = {factor} must be finite")
 
 
 def _check_dense(config: ModelConfig) -> None:
@@ -193,9 +261,9 @@ def _check_experts(config: ModelConfig) -> None:
         )
     if config.mlp_bias:
         raise ValueError("model.mlp_bias = True, and experts have no biases; set it to False")
-    if not config.router_scale > 0:
+    if config.router_scale <= 0:
         raise ValueError(f"model.router_scale = {config.router_scale} must be above 0")
-    if config.expert_capacity is not None and not 0 < config.expert_capacity < math.inf:
+    if config.expert_capacity is not None and config.expert_capacity <= 0:
         raise ValueError(
             f"model.expert_capacity = {config.expert_capacity} must be above 0: 1.0 is room for each token in balance. "
             "Leave it out to drop none"
@@ -223,7 +291,7 @@ def _check_experts(config: ModelConfig) -> None:
 
 def _check_balance(config: ModelConfig) -> None:
     for name in ("balance_loss", "router_z_loss"):
-        if not 0 <= getattr(config, name) < math.inf:
+        if getattr(config, name) < 0:
             raise ValueError(f"model.{name} = {getattr(config, name)} must not be negative")
     if config.balance_over != "sequence" and not config.balance_loss:
         raise ValueError(
@@ -236,7 +304,7 @@ def _check_balance(config: ModelConfig) -> None:
             if value != config.__dataclass_fields__[name].default:
                 raise ValueError(f"model.{name} = {value!r} is read with model.router_bias = True only; set that too")
         return
-    if not 0 < config.router_bias_rate < math.inf:
+    if config.router_bias_rate <= 0:
         raise ValueError(f"model.router_bias_rate = {config.router_bias_rate} must be above 0")
     steps, warms = config.router_bias_warmup_steps, config.router_bias_schedule == "warmup"
     if warms and steps < 1:

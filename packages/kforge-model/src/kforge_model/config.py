@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from kforge_model.checks import check_model
+from kforge_model.checks import check_kinds, check_model
+
+GATED_MLPS = ("swiglu", "geglu", "geglu_tanh")
+"""Values of mlp whose feed-forward half has a gate beside its hidden features."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +25,9 @@ class ModelConfig:
 
     kind: str = "transformer"
     """Which model: transformer, or one that a package adds (entry point `kforge.models`)."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of parts that are not kforge's own, by name; a part says which it takes. In TOML: [model.options]."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Options of parts that are not kforge's own, by name; a part says which it takes. The config keeps a copy of its
+    own. In TOML: [model.options]."""
 
     vocab_size: int = 4096
     """Tokens of the vocabulary: logits of a position. At least the tokenizer's size."""
@@ -172,7 +177,7 @@ class ModelConfig:
     """Further tokens that are predicted in training, each by a block of its own that shares embedding and head
     (DeepSeek-V3). 0: the next token only."""
     mtp_weight: float = 0.3
-    """Weight of the mean loss of the further tokens beside the loss of the next one."""
+    """Weight of the mean loss of the further tokens beside the loss of the next one; only with mtp_depth."""
 
     loss: str = "linear_cross_entropy"
     """linear_cross_entropy (head and loss in one, a part of the tokens at a time), cross_entropy (from all logits), or
@@ -194,6 +199,8 @@ class ModelConfig:
     `Transformer.lr_scales`. None: no scaling with width."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
+        object.__setattr__(self, "options", copy.deepcopy(dict(self.options)))
         check_model(self)
 
     @property
@@ -251,8 +258,8 @@ class ModelConfig:
 
     @property
     def gated_mlp(self) -> bool:
-        """Whether the feed-forward half has a gate beside its hidden features, as those that end in "glu" do."""
-        return self.mlp.startswith(("swiglu", "geglu"))
+        """Whether the feed-forward half is one of kforge's with a gate beside its hidden features."""
+        return self.mlp in GATED_MLPS
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in the place of its feed-forward half."""
