@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from kforge_optim.schedules import build_schedule as build_schedule
     from kforge_optim.schedules import constant as constant
     from kforge_optim.schedules import cosine as cosine
+    from kforge_optim.schedules import inverse_sqrt as inverse_sqrt
     from kforge_optim.schedules import linear as linear
+    from kforge_optim.schedules import polynomial as polynomial
     from kforge_optim.schedules import register_schedule as register_schedule
+    from kforge_optim.schedules import rex as rex
     from kforge_optim.schedules import wsd as wsd
     from kforge_optim.split import join_float32 as join_float32
     from kforge_optim.split import split_float32 as split_float32
@@ -57,6 +60,9 @@ _HOME = {
     "groups_table": "groups",
     "join_float32": "split",
     "linear": "schedules",
+    "rex": "schedules",
+    "polynomial": "schedules",
+    "inverse_sqrt": "schedules",
     "newton_schulz": "muon",
     "register_optimizer": "algorithm",
     "register_schedule": "schedules",

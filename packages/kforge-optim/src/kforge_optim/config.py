@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from kforge_optim.phases import check_shape, read_phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,33 @@ class OptimConfig:
     """Dtype of those iterations: auto (bfloat16 on a GPU, else float32), bfloat16 or float32. bfloat16 is the faster
     one on CPUs with AVX512-BF16 or AMX. Weights in float64 keep float64."""
     schedule: str = "cosine"
-    """How the rate moves after warm-up: cosine, linear, wsd (flat, then down), constant, or none (no warm-up)."""
+    """How the rate moves after warm-up: cosine, linear, polynomial or rex (down over all steps), wsd (flat, then down),
+    inverse_sqrt, constant, phases (the list of them), or none (no warm-up)."""
+    schedule_steps: int | None = None
+    """Horizon of the schedule, in steps: where its descent ends. None: the steps of the run. A run may stop before it,
+    or go on after it at the floor."""
     warmup_steps: int = 0
     """Steps over which the rate rises linearly; the first step already has 1/warmup_steps of it."""
+    warmup_tokens: int = 0
+    """The same in tokens of the global batch, rounded up to whole steps; one of the two. 0: warmup_steps says it."""
     decay_steps: int | None = None
-    """Length of the descent at the end, in steps. None: all steps after warm-up (cosine, linear), a fifth of all
-    steps (wsd)."""
+    """Length of the descent at the end, in steps. None: all steps after warm-up (cosine, linear, polynomial, rex), a
+    fifth of all steps (wsd), none (inverse_sqrt)."""
+    decay_shape: str = "linear"
+    """How wsd and inverse_sqrt come down over decay_steps, and any schedule from decay_from: linear, cosine, 1-sqrt,
+    polynomial or rex."""
+    decay_power: float = 2.0
+    """Exponent of the polynomial descent, (1 - progress) to this power."""
+    decay_from: int | None = None
+    """Step from which the rate comes down over decay_steps, from where it stands: resume a run under wsd, constant or
+    inverse_sqrt at a checkpoint and cool it down. A later resume keeps it. None: the schedule says when."""
     min_lr_ratio: float = 0.1
     """Rate at the end over the peak rate."""
+    phases: tuple[dict[str, Any], ...] = ()
+    """Under schedule phases: a list of tables, one after the other from the end of warm-up, each with `steps` or
+    `until` (the last may go on to the end), `schedule` (constant, linear, cosine, 1-sqrt, polynomial, rex), and the
+    factors of the peak rate that it leads `from` and `to` (by default from where the one before ended, to
+    min_lr_ratio)."""
     clip_norm: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping, the norm is still seen."""
     loss_scale_init: float = 65536.0
@@ -58,7 +79,7 @@ class OptimConfig:
             raise ValueError(
                 "optim.adamw_lr is for optimizers that share the model with AdamW; with adamw set optim.lr"
             )
-        for name in ("weight_decay", "clip_norm", "warmup_steps"):
+        for name in ("weight_decay", "clip_norm", "warmup_steps", "warmup_tokens"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optim.{name} = {getattr(self, name)} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -71,8 +92,19 @@ class OptimConfig:
             raise ValueError(f"optim.muon_ns_steps = {self.muon_ns_steps} must be at least 1")
         if self.muon_ns_dtype not in ("auto", "bfloat16", "float32"):
             raise ValueError(f"optim.muon_ns_dtype = {self.muon_ns_dtype!r} must be auto, bfloat16 or float32")
-        if self.decay_steps is not None and self.decay_steps < 0:
-            raise ValueError(f"optim.decay_steps = {self.decay_steps} must not be negative")
+        for name, least in (("schedule_steps", 1), ("decay_steps", 0), ("decay_from", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"optim.{name} = {value} must be at least {least}")
+        if self.warmup_steps and self.warmup_tokens:
+            raise ValueError(
+                f"optim.warmup_steps = {self.warmup_steps} and optim.warmup_tokens = {self.warmup_tokens} both say how "
+                "long the warm-up is; set one of them to 0"
+            )
+        check_shape("optim.decay_shape", self.decay_shape)
+        if not self.decay_power > 0:
+            raise ValueError(f"optim.decay_power = {self.decay_power} must be above 0")
+        read_phases("optim.phases", self.phases, start=self.warmup_steps, default_to=self.min_lr_ratio)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"optim.min_lr_ratio = {self.min_lr_ratio} must lie in [0, 1]")
         if not 1 <= self.loss_scale_init <= 2**24 or math.frexp(self.loss_scale_init)[0] != 0.5:
@@ -81,3 +113,12 @@ class OptimConfig:
             )
         if self.loss_scale_growth_steps < 1:
             raise ValueError(f"optim.loss_scale_growth_steps = {self.loss_scale_growth_steps} must be at least 1")
+
+    def in_steps(self, tokens_per_step: int) -> OptimConfig:
+        """The same with ``warmup_tokens`` as ``warmup_steps``: so many that they take at least these tokens.
+
+        tokens_per_step: of the whole global batch.
+        """
+        if not self.warmup_tokens:
+            return self
+        return replace(self, warmup_steps=-(-self.warmup_tokens // tokens_per_step), warmup_tokens=0)

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from kforge_optim.config import OptimConfig
+from kforge_optim.phases import SHAPES, check_shape, read_phases, value_at
 from kforge_optim.registry import Registry
 
 Schedule = Callable[[int], float]
@@ -38,7 +40,7 @@ def constant(step: int, *, total: int, warmup: int = 0) -> float:
 
 def linear(step: int, *, total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.1) -> float:
     """Warm-up, then a straight line from the peak to ``floor``; ``decay`` None: over all steps after warm-up."""
-    return _descend(step, total, warmup, total - warmup if decay is None else decay, floor, lambda p: 1.0 - p)
+    return _descend(step, total, warmup, total - warmup if decay is None else decay, floor, "linear")
 
 
 def cosine(step: int, *, total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.1) -> float:
@@ -46,30 +48,96 @@ def cosine(step: int, *, total: int, warmup: int = 0, decay: int | None = None, 
 
     ``decay`` None: over all steps after warm-up; else the peak is held until ``decay`` steps are left.
     """
+    return _descend(step, total, warmup, total - warmup if decay is None else decay, floor, "cosine")
+
+
+def polynomial(
+    step: int, *, total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.1, power: float = 2.0
+) -> float:
+    """Warm-up, then (1 - p)^power of the way from ``floor`` to the peak; ``power`` 1 is `linear`."""
     decay = total - warmup if decay is None else decay
-    return _descend(step, total, warmup, decay, floor, lambda p: 0.5 * (1.0 + math.cos(math.pi * p)))
+    return _descend(step, total, warmup, decay, floor, "polynomial", power)
 
 
-def wsd(step: int, *, total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.1) -> float:
-    """Warm-up, stable, decay (Hu et al. 2024, section 4): flat, then a straight line over the last ``decay`` steps.
+def rex(step: int, *, total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.1) -> float:
+    """Warm-up, then the reflected exponential (1 - p) / (1/2 + (1 - p)/2) of Chen et al. 2021 (arXiv 2107.04197).
 
-    ``decay`` None: a fifth of all steps, or what warm-up leaves of it.
+    It stays near the peak for longer than a line, and falls faster at the end.
+    """
+    return _descend(step, total, warmup, total - warmup if decay is None else decay, floor, "rex")
+
+
+def wsd(
+    step: int,
+    *,
+    total: int,
+    warmup: int = 0,
+    decay: int | None = None,
+    floor: float = 0.1,
+    shape: str = "linear",
+    power: float = 2.0,
+) -> float:
+    """Warm-up, stable, decay (Hu et al. 2024, section 4): flat, then down over the last ``decay`` steps.
+
+    ``decay`` None: a fifth of all steps, or what warm-up leaves of it. ``shape``: linear, cosine, 1-sqrt (Hägele et
+    al. 2024, arXiv 2405.18392), polynomial or rex.
     """
     decay = min(total // 5, total - warmup) if decay is None else decay
-    return _descend(step, total, warmup, decay, floor, lambda p: 1.0 - p)
+    return _descend(step, total, warmup, decay, floor, shape, power)
 
 
-def _descend(step: int, total: int, warmup: int, decay: int, floor: float, shape: Callable[[float], float]) -> float:
+def inverse_sqrt(
+    step: int,
+    *,
+    total: int,
+    warmup: int = 0,
+    decay: int = 0,
+    floor: float = 0.1,
+    shape: str = "linear",
+    power: float = 2.0,
+) -> float:
+    """Warm-up, then √(warmup / step), not below ``floor`` (Vaswani et al. 2017, equation 3, over its peak).
+
+    Without warm-up it is √(1 / (step + 1)). The last ``decay`` steps go from where it stands then to ``floor``, along
+    ``shape`` (Zhai et al. 2022, arXiv 2106.04560, section 3.5); without them it stays where it is at ``total``.
+    """
     _check(step, total, warmup, decay)
-    if not 0.0 <= floor <= 1.0:
-        raise ValueError(f"optim.min_lr_ratio = {floor} must lie in [0, 1]")
+    _check_floor(floor)
+    if step < warmup:
+        return (step + 1) / warmup
+
+    def body(at: int) -> float:
+        scale = max(warmup, 1)
+        return max(floor, math.sqrt(scale / (at - warmup + scale)))
+
+    if step < total - decay or decay == 0:
+        return body(min(step, total))
+    return _cooled(step, total - decay, decay, body(total - decay), floor, shape, power)
+
+
+def _descend(step: int, total: int, warmup: int, decay: int, floor: float, shape: str, power: float = 1.0) -> float:
+    _check(step, total, warmup, decay)
+    _check_floor(floor)
     if step >= total:
         return floor
     if step < warmup:
         return (step + 1) / warmup
     if step < total - decay:
         return 1.0
-    return floor + (1.0 - floor) * shape((step - (total - decay)) / decay)
+    return _cooled(step, total - decay, decay, 1.0, floor, shape, power)
+
+
+def _cooled(step: int, start: int, decay: int, peak: float, floor: float, shape: str, power: float) -> float:
+    """From ``peak`` at step ``start`` down to ``floor``, ``decay`` steps later, and there for ever."""
+    check_shape("optim.decay_shape", shape)
+    if step >= start + decay:
+        return floor
+    return floor + (peak - floor) * SHAPES[shape]((step - start) / decay, power)
+
+
+def _check_floor(floor: float) -> None:
+    if not 0.0 <= floor <= 1.0:
+        raise ValueError(f"optim.min_lr_ratio = {floor} must lie in [0, 1]")
 
 
 def _check(step: int, total: int, warmup: int, decay: int) -> None:
@@ -93,24 +161,36 @@ def _check(step: int, total: int, warmup: int, decay: int) -> None:
         )
 
 
-def _without_decay(config: OptimConfig) -> None:
-    if config.decay_steps is not None:
-        raise ValueError(
-            f"optim.decay_steps = {config.decay_steps} means nothing to schedule {config.schedule!r}, which never "
-            "descends; leave it out, or use cosine, linear or wsd"
-        )
+def _takes(config: OptimConfig, *fields: str) -> None:
+    """Raises ValueError where one of the fields that only some schedules read is set, and is not among ``fields``."""
+    hints = {
+        "decay_steps": "it never descends; leave it out, or use cosine, linear or wsd",
+        "decay_shape": "use wsd, inverse_sqrt or optim.decay_from",
+        "decay_power": "use polynomial",
+        "warmup_steps": "it has no warm-up; use schedule = 'constant'",
+        "phases": "use schedule = 'phases'",
+    }
+    for name, hint in hints.items():
+        value = getattr(config, name)
+        straight = name == "decay_power" and "decay_shape" in fields and config.decay_shape != "polynomial"
+        if (name not in fields or straight) and value != getattr(_PLAIN, name):
+            raise ValueError(f"optim.{name} = {value} means nothing to schedule {config.schedule!r}: {hint}")
 
 
-def _descending(function: Callable[..., float]) -> ScheduleBuilder:
+_PLAIN = OptimConfig()
+
+
+def _descending(function: Callable[..., float], *extra: str) -> ScheduleBuilder:
+    """The builder of a schedule that takes warm-up, descent and floor; ``extra``: further fields that it reads."""
+
     def build(config: OptimConfig, total_steps: int) -> Schedule:
+        _takes(config, "warmup_steps", "decay_steps", *extra)
+        more = {name.removeprefix("decay_"): getattr(config, name) for name in extra}
+        if config.decay_steps is not None or function is not inverse_sqrt:
+            more["decay"] = config.decay_steps
+
         def schedule(step: int) -> float:
-            return function(
-                step,
-                total=total_steps,
-                warmup=config.warmup_steps,
-                decay=config.decay_steps,
-                floor=config.min_lr_ratio,
-            )
+            return function(step, total=total_steps, warmup=config.warmup_steps, floor=config.min_lr_ratio, **more)
 
         return schedule
 
@@ -119,34 +199,110 @@ def _descending(function: Callable[..., float]) -> ScheduleBuilder:
 
 register_schedule("cosine")(_descending(cosine))
 register_schedule("linear")(_descending(linear))
-register_schedule("wsd")(_descending(wsd))
+register_schedule("rex")(_descending(rex))
+register_schedule("polynomial")(_descending(polynomial, "decay_power"))
+register_schedule("wsd")(_descending(wsd, "decay_shape", "decay_power"))
+register_schedule("inverse_sqrt")(_descending(inverse_sqrt, "decay_shape", "decay_power"))
 
 
 @register_schedule("constant")
 def _build_constant(config: OptimConfig, total_steps: int) -> Schedule:
-    _without_decay(config)
+    _takes(config, "warmup_steps")
     return lambda step: constant(step, total=total_steps, warmup=config.warmup_steps)
 
 
 @register_schedule("none")
 def _build_none(config: OptimConfig, total_steps: int) -> Schedule:
-    _without_decay(config)
-    if config.warmup_steps:
-        raise ValueError(
-            f"optim.warmup_steps = {config.warmup_steps} means nothing to schedule 'none', which has no warm-up; "
-            "use schedule = 'constant'"
-        )
+    _takes(config)
     return lambda step: constant(step, total=total_steps)
+
+
+@register_schedule("phases")
+def _build_phases(config: OptimConfig, total_steps: int) -> Schedule:
+    _takes(config, "warmup_steps", "decay_power", "phases")
+    if not config.phases:
+        raise ValueError(
+            "schedule = 'phases' wants optim.phases, a list of phases as {steps = 100, schedule = 'linear'}"
+        )
+    warmup = config.warmup_steps
+    constant(0, total=total_steps, warmup=warmup)  # the checks of lengths
+    phases = read_phases(
+        "optim.phases",
+        config.phases,
+        start=warmup,
+        total=total_steps,
+        default_to=config.min_lr_ratio,
+        power=config.decay_power,
+    )
+
+    def schedule(step: int) -> float:
+        _check(step, total_steps, warmup, 0)
+        return phases[0].first * (step + 1) / warmup if step < warmup else value_at(phases, step)
+
+    return schedule
+
+
+_COME_DOWN = ("cosine", "linear", "polynomial", "rex", "phases")
+
+
+def _decay_from(config: OptimConfig, total_steps: int) -> Schedule:
+    """The schedule that ``config`` names, as if it never came down, until `decay_from`; then the cool-down."""
+    start, decay, floor = config.decay_from, config.decay_steps, config.min_lr_ratio
+    assert start is not None
+    if config.schedule in _COME_DOWN:
+        raise ValueError(
+            f"optim.decay_from = {start} is for schedules that go on until they are cooled down: wsd, constant, "
+            f"inverse_sqrt; {config.schedule!r} comes down by itself"
+        )
+    if decay is None or decay < 1:
+        raise ValueError(
+            f"optim.decay_from = {start} wants optim.decay_steps, the steps that the cool-down takes, not {decay}"
+        )
+    _takes(config, "warmup_steps", "decay_steps", "decay_shape", "decay_power")
+    if config.schedule_steps is not None:
+        raise ValueError(
+            f"optim.schedule_steps = {config.schedule_steps} means nothing beside optim.decay_from = {start}: the "
+            f"schedule ends after step {start} + optim.decay_steps; leave it out"
+        )
+    if config.warmup_steps > start:
+        raise ValueError(
+            f"optim.decay_from = {start} lies in the warm-up of {config.warmup_steps} steps; use at least that step"
+        )
+    name = "constant" if config.schedule == "wsd" else config.schedule
+    plain = replace(config, schedule=name, decay_from=None, decay_steps=None, decay_shape="linear", decay_power=2.0)
+    body = SCHEDULES.get(name)(plain, max(start + decay, total_steps))
+    peak = body(start)
+
+    def schedule(step: int) -> float:
+        if step < start:
+            return body(step)
+        return _cooled(step, start, decay, peak, min(floor, peak), config.decay_shape, config.decay_power)
+
+    return schedule
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     """The schedule that ``config`` names, as a function of the step.
 
-    ``total_steps`` is the horizon, in optimizer steps; the schedule answers for any step from 0, also past the end.
+    ``total_steps``: optimizer steps of the run, which are the schedule's horizon unless ``config.schedule_steps`` is.
+    The schedule answers for any step from 0, also past the end.
 
-    Raises ValueError for an unknown name (listing the known ones) and for lengths that do not fit, here and not in
-    the middle of a run.
+    Raises ValueError for an unknown name (listing the known ones), for lengths that do not fit, for fields that mean
+    nothing to the schedule and for a first step whose rate would be 0: here, and not in the middle of a run.
     """
-    schedule = SCHEDULES.get(config.schedule)(config, total_steps)
-    schedule(0)  # the checks of lengths
+    if config.warmup_tokens:
+        raise ValueError(
+            f"optim.warmup_tokens = {config.warmup_tokens} is a number of tokens, and how many a step has is not known "
+            "here; use config.in_steps(tokens_per_step)"
+        )
+    if config.decay_from is not None:
+        schedule = _decay_from(config, total_steps)
+    else:
+        schedule = SCHEDULES.get(config.schedule)(config, config.schedule_steps or total_steps)
+    first = schedule(0)  # and the checks of lengths
+    if not 0.0 < first < math.inf:
+        raise ValueError(
+            f"schedule {config.schedule!r} gives the first step a factor of {first}, with which it would be spent for "
+            "nothing; let it begin above 0, or warm up with optim.warmup_steps"
+        )
     return schedule
