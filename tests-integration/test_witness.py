@@ -67,6 +67,7 @@ CHANGES = {
     "optim.betas": (0.5, 0.5),
     "optim.eps": 1e-2,
     "optim.schedule": "constant",
+    "optim.schedule_steps": 3,
     "optim.warmup_steps": 1,
     "optim.decay_steps": 1,
     "optim.min_lr_ratio": 0.5,
@@ -96,6 +97,8 @@ YARN = {
 MOE = {"model__n_experts": 4}
 BIAS = {**MOE, "model__router_bias": True, "model__router_bias_rate": 0.3}
 WARMUP = {**BIAS, "model__router_bias_schedule": "warmup", "model__router_bias_warmup_steps": 2}
+WSD = {"optim__schedule": "wsd", "optim__decay_steps": 2}
+PHASES = {"optim__schedule": "phases", "optim__phases": '[{"schedule": "linear"}]'}
 BASE = {
     "model.moe_pattern": (MOE, "MD"),
     "model.moe_top_k": (MOE, 1),
@@ -130,6 +133,11 @@ BASE = {
     "optim.muon_ns_steps": ({"optim__name": "muon"}, 2),
     "optim.muon_ns_dtype": ({"optim__name": "muon", "parallel__precision": "fp32"}, "bfloat16"),
     "optim.adamw_lr": ({"optim__name": "muon"}, 1e-3),
+    "optim.warmup_tokens": ({"optim__warmup_steps": 0}, 600),
+    "optim.decay_shape": (WSD, "1-sqrt"),
+    "optim.decay_power": ({"optim__schedule": "polynomial"}, 1.0),
+    "optim.decay_from": ({**WSD, "optim__decay_steps": 1}, 2),
+    "optim.phases": (PHASES, '[{"schedule": "rex"}]'),
     "optim.loss_scale_init": ({"parallel__precision": "fp16"}, 2.0),
     "optim.loss_scale_growth_steps": ({"parallel__precision": "fp16"}, 2),
     "parallel.storage": ({"parallel__precision": "bf16"}, "split"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,9 @@ def test_config_needs_no_torch() -> None:
 
 
 BASE = {"name": "muon", "schedule": "cosine", "warmup_steps": 2}
-CHANGED = {
+WSD = {"schedule": "wsd", "decay_steps": 3}
+# Another value of each field, or what it is changed beside and the value.
+CHANGED: dict[str, Any] = {
     "name": "adamw",
     "lr": 1e-3,
     "adamw_lr": 1e-3,
@@ -57,9 +60,15 @@ CHANGED = {
     "muon_ns_steps": 2,
     "muon_ns_dtype": "bfloat16",
     "schedule": "linear",
+    "schedule_steps": 12,
     "warmup_steps": 3,
+    "warmup_tokens": ({"warmup_steps": 0}, 20),
     "decay_steps": 3,
+    "decay_shape": (WSD, "cosine"),
+    "decay_power": ({"schedule": "polynomial"}, 3.0),
+    "decay_from": (WSD, 3),
     "min_lr_ratio": 0.5,
+    "phases": ({"schedule": "phases", "phases": ({"schedule": "linear"},)}, ({"schedule": "rex"},)),
     "clip_norm": 0.1,
     "loss_scale_init": 2.0,
     "loss_scale_growth_steps": 2,
@@ -70,7 +79,7 @@ def _trained(**values: object) -> torch.Tensor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
     config = OptimConfig(**{**BASE, **values})  # type: ignore[arg-type]
-    optimizer = build_optimizer(model, config, 8)
+    optimizer = build_optimizer(model, config.in_steps(tokens_per_step=8), 8)
     scaler = LossScaler(init_scale=config.loss_scale_init, growth_interval=config.loss_scale_growth_steps)
     for _ in range(7):
         loss = nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8))
@@ -84,9 +93,9 @@ def _trained(**values: object) -> torch.Tensor:
 
 def test_law_8_each_field_changes_what_is_trained() -> None:
     assert list(CHANGED) == [field.name for field in fields(OptimConfig)]
-    plain = _trained()
-    for field, value in CHANGED.items():
-        assert not torch.equal(_trained(**{field: value}), plain), field
+    for field, change in CHANGED.items():
+        beside, value = change if isinstance(change, tuple) and isinstance(change[0], dict) else ({}, change)
+        assert not torch.equal(_trained(**{**beside, field: value}), _trained(**beside)), field
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,13 @@ def test_law_8_each_field_changes_what_is_trained() -> None:
         ("muon_momentum", 1.0),
         ("eps", 0.0),
         ("muon_ns_steps", 0),
+        ("warmup_tokens", -1),
         ("decay_steps", -1),
+        ("decay_shape", "steep"),
+        ("decay_power", 0.0),
+        ("decay_from", -1),
+        ("schedule_steps", 0),
+        ("phases", ({"steps": 0},)),
         ("min_lr_ratio", 1.5),
         ("loss_scale_init", 3.0),
         ("loss_scale_growth_steps", 0),

@@ -57,6 +57,10 @@ OTHER: dict[str, Any] = {
     "optim.adamw_lr": 1e-3,
     "optim.betas": [0.8, 0.9],
     "optim.decay_steps": 7,
+    "optim.decay_shape": "cosine",
+    "optim.decay_from": 7,
+    "optim.schedule_steps": 7,
+    "optim.phases": [{"steps": 7, "schedule": "rex"}],
     "resilience.stop_signals": ["SIGTERM"],
 }
 LATENT = {"model.attention": "mla", "model.kv_lora_rank": 32, "model.rope_dim": 16}

@@ -29,6 +29,7 @@ Word = Literal["a", "b"]
         (list[int], [1, 2], [1, 2]),
         (dict[str, float], {"web": 8}, {"web": 8.0}),
         (Mapping[str, Any], {}, {}),
+        (tuple[dict[str, Any], ...], [{"steps": 3}, {}], ({"steps": 3}, {})),
         (Mapping[str, Any], {"a": [1, (True, "x")], "b": {"c": 0.5}}, {"a": [1, [True, "x"]], "b": {"c": 0.5}}),
     ],
 )
@@ -53,6 +54,8 @@ def test_fit_takes(kind: Any, value: Any, made: Any) -> None:
         (tuple[float, float], [1.0], "2 values"),
         (tuple[float, float], 1.0, "a list"),
         (tuple[int, ...], [1, "2"], "whole number"),
+        (tuple[dict[str, Any], ...], {"steps": 3}, r'a list, as \[\{"key": 1\}\]'),
+        (tuple[dict[str, Any], ...], ["steps"], "a table"),
         (dict[str, float], 3, "a table"),
         (Mapping[str, Any], "x", "a table, on the command line as"),
         (Mapping[str, Any], {"a": None}, "numbers, text"),
@@ -85,6 +88,7 @@ def test_fit_refuses(kind: Any, value: Any, says: str) -> None:
         (tuple[str, ...], '["SIGTERM"]', ["SIGTERM"]),
         (tuple[str, ...], "[]", []),
         (Mapping[str, Any], '{"a": [1, 0.5], "b": {"c": true}}', {"a": [1, 0.5], "b": {"c": True}}),
+        (tuple[dict[str, Any], ...], '[{"a": 1, "b": "x"}, {}]', [{"a": 1, "b": "x"}, {}]),
     ],
 )
 def test_text_becomes_the_fields_type(kind: Any, text: str, made: Any) -> None:
@@ -94,6 +98,7 @@ def test_text_becomes_the_fields_type(kind: Any, text: str, made: Any) -> None:
 
 
 TABLE = Mapping[str, Any]
+TABLES = tuple[dict[str, Any], ...]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,7 @@ TABLE = Mapping[str, Any]
     [
         *((int, "x"), (int, "3.5"), (bool, "maybe"), (Word, "c"), (int | None, "x")),
         *((TABLE, "x"), (TABLE, "[1]"), (TABLE, "{a: 1}"), (TABLE, "none")),
+        *((TABLES, "x"), (TABLES, '{"a": 1}'), (TABLES, "none")),
     ],
 )
 def test_text_that_cannot_be_a_value_is_left_to_be_refused(kind: Any, text: str) -> None:
@@ -110,5 +116,5 @@ def test_text_that_cannot_be_a_value_is_left_to_be_refused(kind: Any, text: str)
 
 
 def test_names_of_types() -> None:
-    kinds = [int, int | None, Word, tuple[float, float], tuple[str, ...], Mapping[str, Any]]
-    assert [type_name(kind) for kind in kinds] == ["int", "int|none", "a|b", "float,float", "str,...", "JSON"]
+    kinds = [int, int | None, Word, tuple[float, float], tuple[str, ...], Mapping[str, Any], TABLES]
+    assert [type_name(kind) for kind in kinds] == ["int", "int|none", "a|b", "float,float", "str,...", "JSON", "JSON"]

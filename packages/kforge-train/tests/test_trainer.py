@@ -129,3 +129,18 @@ def test_storage_that_changed_is_refused_with_what_to_type(tokens, tmp_path):
     for before, after, said in ((saved, now, "split"), (now, saved, "fp32")):
         with pytest.raises(ConfigError, match=rf"Go on with what it has, --parallel\.storage {said}, or start another"):
             check_same_job(json.loads(json.dumps(asdict(before))), after, 3)
+
+
+def test_a_cool_down_that_would_jump_is_refused(tokens, tmp_path):
+    def wsd(**values):
+        return job(
+            tokens, tmp_path, **{f"optim__{n}": v for n, v in {"schedule": "wsd", "warmup_steps": 0, **values}.items()}
+        )
+
+    flat = json.loads(json.dumps(asdict(wsd())))
+    for start in (3, 5):  # from here, or later
+        check_same_job(flat, wsd(decay_from=start, decay_steps=4), 3)
+    cooling = wsd(decay_from=2, decay_steps=4)
+    check_same_job(json.loads(json.dumps(asdict(cooling))), cooling, 3)
+    with pytest.raises(ConfigError, match=r"optim\.decay_from = 2, but .* step 3 already.*--optim\.decay_from 3"):
+        check_same_job(flat, cooling, 3)

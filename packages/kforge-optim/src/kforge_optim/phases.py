@@ -126,7 +126,9 @@ def _end(name: str, value: Mapping[str, Any], begin: int, total: int | None, *, 
         if total is None:
             return begin + 1  # only checked, not used
         if begin >= total:
-            raise ValueError(f"{name} would begin at step {begin}, but there are {total} steps; shorten what comes before")
+            raise ValueError(
+                f"{name} would begin at step {begin}, but there are {total} steps; shorten what comes before"
+            )
         return total
     end: int = begin + value["steps"] if "steps" in value else value["until"]
     if end <= begin:

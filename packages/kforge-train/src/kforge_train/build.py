@@ -22,7 +22,7 @@ from kforge_ckpt import Checkpointer, RngState
 from kforge_data import DataConfig, Loader, Tokenizer, TokenShards, pack_rows
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
-from kforge_optim import LossScaler, Optimizer, build_optimizer
+from kforge_optim import LossScaler, OptimConfig, Optimizer, build_optimizer
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
 from kforge_train.agree import check_agreement
@@ -61,7 +61,7 @@ def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
     check_parts(config.model)
     axes = check_layout(config.parallel, world_size, model_shape(config.model), config.data.row_tokens)
-    build_optimizer(nn.Linear(1, 1), config.optim, config.train.steps)  # knows the names, and whether lengths fit
+    build_optimizer(nn.Linear(1, 1), optim_config(config), config.train.steps)  # knows names, and whether lengths fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
     if not data.train:
@@ -131,10 +131,15 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
     )
 
 
+def optim_config(config: JobConfig) -> OptimConfig:
+    """How a job learns, with every length in steps."""
+    return config.optim.in_steps(config.data.global_rows * config.data.row_tokens)
+
+
 def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:
     """The optimizer of a job over its model. Under split storage, weights start from the same fp32 bits as ever."""
     storage, seed = config.parallel.storage, config.train.seed
-    optimizer = build_optimizer(model, config.optim, config.train.steps, storage=storage)
+    optimizer = build_optimizer(model, optim_config(config), config.train.steps, storage=storage)
     if storage == "split":
         optimizer.load_full_weights(
             (name, model.init_value_(name, torch.empty_like(parameter, dtype=torch.float32), seed))  # type: ignore[operator]

@@ -70,7 +70,7 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (tuple, list)):
-        return ",".join(_text(item) for item in value)
+        return ",".join(_text(item) for item in value) or "[]"
     if isinstance(value, Mapping):
         return json.dumps(value)
     return str(value) if value != "" else '""'

@@ -63,6 +63,12 @@ def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
             f"the run at step {step} has another model: {'; '.join(refused)}. Give it the model it has, or start "
             "another run with --train.run_dir"
         )
+    start = config.optim.decay_from
+    if start is not None and start < step and any(path == "optim.decay_from" for path, _ in changes):
+        raise ConfigError(
+            f"optim.decay_from = {start}, but the run is at step {step} already and has not come down since: its rate "
+            f"would jump. Cool it down from here, --optim.decay_from {step}, or go on from an earlier checkpoint"
+        )
     for path, text in changes:
         if path == "parallel.storage":
             raise ConfigError(

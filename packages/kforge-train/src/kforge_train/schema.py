@@ -60,11 +60,18 @@ def type_name(kind: Any) -> str:
         return "|".join(str(arg) for arg in args)
     if origin in (Union, types.UnionType):
         return "|".join(type_name(arg) for arg in args)
+    if _is_list_of_tables(kind):
+        return "JSON"
     if origin in (tuple, list):
         return ",".join("..." if arg is Ellipsis else type_name(arg) for arg in args) or "list"
     if origin in (dict, Mapping):
         return "JSON"
     return getattr(kind, "__name__", str(kind))
+
+
+def _is_list_of_tables(kind: Any) -> bool:
+    """On the command line such a list is JSON: its tables have commas of their own."""
+    return get_origin(kind) in (tuple, list) and any(get_origin(arg) in (dict, Mapping) for arg in get_args(kind))
 
 
 def _allows_none(kind: Any) -> bool:
@@ -91,6 +98,8 @@ def from_text(kind: Any, text: str) -> Any:
             return text
     if origin is Literal:
         return next((arg for arg in args if str(arg) == text), text)
+    if _is_list_of_tables(kind):
+        return _from_json(text, list)
     if origin in (tuple, list):
         inner = text.strip()
         inner = inner[1:-1] if inner[:1] + inner[-1:] in ("[]", "()") else inner
@@ -98,12 +107,17 @@ def from_text(kind: Any, text: str) -> Any:
         same = origin is list or args[-1] is Ellipsis
         return [from_text(args[0] if same else args[min(i, len(args) - 1)], part) for i, part in enumerate(parts)]
     if origin in (dict, Mapping):
-        try:
-            made = json.loads(text)
-        except ValueError:
-            return text
-        return made if isinstance(made, dict) else text
+        return _from_json(text, dict)
     return text
+
+
+def _from_json(text: str, kind: type) -> Any:
+    """Text as JSON of the kind that is wanted, else as it is."""
+    try:
+        made = json.loads(text)
+    except ValueError:
+        return text
+    return made if isinstance(made, kind) else text
 
 
 def fit(kind: Any, value: Any) -> Any:
@@ -157,7 +171,8 @@ def fit(kind: Any, value: Any) -> Any:
 def _fit_sequence(kind: Any, value: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if not isinstance(value, (list, tuple)):
-        raise Mismatch(f"must be a list, as [{type_name(kind)}]")
+        example = '[{"key": 1}]' if _is_list_of_tables(kind) else f"[{type_name(kind)}]"
+        raise Mismatch(f"must be a list, as {example}")
     if origin is list or args[-1] is Ellipsis:
         return origin(fit(args[0], item) for item in value)
     if len(value) != len(args):
