@@ -1,0 +1,68 @@
+"""Every optimizer of this package, one row each: what it is checked against, and that it is right everywhere.
+
+`test_reference`, `test_layouts` and `test_state` go through the rows: fifty steps in float64 against a reference of a
+few lines, with scale and gate; steps on shards against one process; save, load elsewhere, go on. A new optimizer
+needs a row and no test of its own for these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kforge_optim import OptimConfig
+
+Array = NDArray[np.float64]
+State = dict[str, Any]
+Reference = Callable[[Array, Array, State, float, float], Array]
+"""(weight, gradient, what it remembers: {} at first, learning rate, weight decay) -> new weight."""
+
+
+def adamw(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    s["t"] = t = s.get("t", 0) + 1
+    s["m"] = 0.9 * s.get("m", 0.0) + 0.1 * g
+    s["v"] = 0.95 * s.get("v", 0.0) + 0.05 * g * g
+    return w - lr * decay * w - lr * (s["m"] / (1 - 0.9**t)) / (np.sqrt(s["v"] / (1 - 0.95**t)) + EPS)
+
+
+def muon(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    s["m"] = 0.95 * s.get("m", 0.0) + 0.05 * g
+    x = 0.05 * g + 0.95 * s["m"]
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+    return w - lr * decay * w - lr * 0.2 * math.sqrt(max(w.shape)) * x
+
+
+EPS = 1e-5
+"""Large, so that a gradient of 0 up to rounding moves nothing."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer in one configuration."""
+
+    config: Mapping[str, Any]
+    """Fields of `OptimConfig`."""
+    reference: Reference
+    """What it does to a matrix."""
+    beside: Reference | None = None
+    """What is done to a parameter that is no matrix. None: the same."""
+
+
+ALGORITHMS: dict[str, Row] = {
+    "adamw": Row({"name": "adamw"}, adamw),
+    "muon": Row({"name": "muon"}, muon, beside=adamw),
+}
+NAMES = sorted(ALGORITHMS)
+
+
+def config(row: str, **fields: Any) -> OptimConfig:
+    """The config of a row with ``fields`` over it."""
+    return OptimConfig(**{"lr": 0.02, "eps": EPS, **ALGORITHMS[row].config, **fields})
