@@ -71,6 +71,8 @@ CHANGES = {
     "optim.warmup_steps": 1,
     "optim.decay_steps": 1,
     "optim.min_lr_ratio": 0.5,
+    "optim.momentum_phases": '[{"from": 0.5}]',
+    "optim.weight_decay_phases": '[{"from": 0.5}]',
     "optim.clip_norm": 0.01,
     "ckpt.dir": "elsewhere",
     "ckpt.every_steps": 2,

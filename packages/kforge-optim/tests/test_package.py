@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,7 +48,15 @@ def test_config_needs_no_torch() -> None:
 
 BASE = {"name": "muon", "schedule": "cosine", "warmup_steps": 2}
 WSD = {"schedule": "wsd", "decay_steps": 3}
-# Another value of each field, or what it is changed beside and the value.
+
+
+class Beside(NamedTuple):
+    """A value of a field, and those of others that it shows under only."""
+
+    others: dict[str, Any]
+    value: Any
+
+
 CHANGED: dict[str, Any] = {
     "name": "adamw",
     "lr": 1e-3,
@@ -62,13 +70,15 @@ CHANGED: dict[str, Any] = {
     "schedule": "linear",
     "schedule_steps": 12,
     "warmup_steps": 3,
-    "warmup_tokens": ({"warmup_steps": 0}, 20),
+    "warmup_tokens": Beside({"warmup_steps": 0}, 20),
     "decay_steps": 3,
-    "decay_shape": (WSD, "cosine"),
-    "decay_power": ({"schedule": "polynomial"}, 3.0),
-    "decay_from": (WSD, 3),
+    "decay_shape": Beside(WSD, "cosine"),
+    "decay_power": Beside({"schedule": "polynomial"}, 3.0),
+    "decay_from": Beside(WSD, 3),
     "min_lr_ratio": 0.5,
-    "phases": ({"schedule": "phases", "phases": ({"schedule": "linear"},)}, ({"schedule": "rex"},)),
+    "phases": Beside({"schedule": "phases", "phases": ({"schedule": "linear"},)}, ({"schedule": "rex"},)),
+    "momentum_phases": ({"steps": 3, "schedule": "linear", "from": 0.5, "to": 0.9},),
+    "weight_decay_phases": ({"schedule": "linear", "to": 0.0},),
     "clip_norm": 0.1,
     "loss_scale_init": 2.0,
     "loss_scale_growth_steps": 2,
@@ -94,7 +104,7 @@ def _trained(**values: object) -> torch.Tensor:
 def test_law_8_each_field_changes_what_is_trained() -> None:
     assert list(CHANGED) == [field.name for field in fields(OptimConfig)]
     for field, change in CHANGED.items():
-        beside, value = change if isinstance(change, tuple) and isinstance(change[0], dict) else ({}, change)
+        beside, value = change if isinstance(change, Beside) else Beside({}, change)
         assert not torch.equal(_trained(**{**beside, field: value}), _trained(**beside)), field
 
 
@@ -117,6 +127,8 @@ def test_law_8_each_field_changes_what_is_trained() -> None:
         ("decay_from", -1),
         ("schedule_steps", 0),
         ("phases", ({"steps": 0},)),
+        ("momentum_phases", ({"from": 1.0},)),
+        ("weight_decay_phases", ({"from": -1.0},)),
         ("min_lr_ratio", 1.5),
         ("loss_scale_init", 3.0),
         ("loss_scale_growth_steps", 0),

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from kforge_optim import (
     OptimConfig,
+    Rates,
+    build_optimizer,
     build_schedule,
     constant,
     cosine,
@@ -20,6 +23,7 @@ from kforge_optim import (
     rex,
     wsd,
 )
+from kforge_optim.schedules import build_weight_decay_schedule
 
 SHAPES = ["linear", "cosine", "1-sqrt", "polynomial", "rex"]
 DESCENDING = ["cosine", "linear", "polynomial", "rex", "wsd"]
@@ -308,6 +312,54 @@ def test_warm_up_in_tokens_is_rounded_up_to_steps() -> None:
         build_schedule(values, 10)
     with pytest.raises(ValueError, match=r"warmup_steps = 3 and optim\.warmup_tokens = 1000 both say"):
         OptimConfig(warmup_steps=3, warmup_tokens=1000)
+
+
+def test_momentum_and_weight_decay_move_in_phases() -> None:
+    values = OptimConfig(
+        name="muon",
+        lr=0.1,
+        weight_decay=0.4,
+        schedule="constant",
+        momentum_phases=(
+            {"steps": 4, "schedule": "linear", "from": 0.85, "to": 0.95},
+            {"until": 8},
+            {"schedule": "linear", "to": 0.85},
+        ),
+        weight_decay_phases=({"steps": 5}, {"schedule": "cosine", "to": 0.0}),
+    )
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
+    optimizer = build_optimizer(model, values, 10)
+    seen = []
+    for _ in range(12):
+        seen.append(optimizer.rates())
+        optimizer.step()
+    assert [rates["matrices"].momentum for rates in seen] == pytest.approx(
+        [0.85, 0.875, 0.9, 0.925, *[0.95] * 5, 0.9, 0.85, 0.85]
+    )
+    cosine = [(1 + math.cos(math.pi * p / 5)) / 2 for p in range(5)]
+    assert [rates["matrices"].weight_decay for rates in seen] == pytest.approx(
+        [*[0.4] * 5, *(0.4 * factor for factor in cosine), 0, 0]
+    )
+    assert all(rates["embeddings"] == Rates(0.1, 0.0) for rates in seen)  # AdamW beside Muon: its own beta, no decay
+    assert [rates["matrices"].lr for rates in seen] == [0.1] * 12
+
+
+def test_momentum_and_weight_decay_phases_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"momentum_phases\[0\]\.from is missing"):
+        OptimConfig(momentum_phases=({"steps": 3},))
+    with pytest.raises(ValueError, match=r"momentum_phases\[0\]\.from = 1\.0 must be a number in \[0, 1\)"):
+        OptimConfig(momentum_phases=({"from": 1.0},))
+    with pytest.raises(ValueError, match=r"weight_decay_phases\[0\]\.to is missing"):
+        OptimConfig(weight_decay_phases=({"schedule": "linear"},))
+    for name in ("momentum_phases", "weight_decay_phases"):
+        values = OptimConfig(schedule_steps=9, **{name: ({"steps": 10, "from": 0.5},)})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=rf"{name}\[0\]\.steps = 10 ends at step 10, but .* 9 steps"):
+            build_optimizer(nn.Linear(1, 1), values, 20)
+    cooled = OptimConfig(
+        schedule="wsd", decay_from=3, decay_steps=4, weight_decay_phases=({"schedule": "linear", "to": 0.0},)
+    )
+    decay = build_weight_decay_schedule(cooled, 100)
+    assert decay is not None and decay(6) == pytest.approx(1 / 7) and decay(7) == 0  # ends as the rate does
 
 
 def test_what_means_nothing_is_refused() -> None:

@@ -62,6 +62,12 @@ class OptimConfig:
     `until` (the last may go on to the end), `schedule` (constant, linear, cosine, 1-sqrt, polynomial, rex), and the
     factors of the peak rate that it leads `from` and `to` (by default from where the one before ended, to
     min_lr_ratio)."""
+    momentum_phases: tuple[dict[str, Any], ...] = ()
+    """How the momentum of optimizer `name` moves (Muon's, or beta1), as phases from step 0 whose `from` and `to` are
+    momenta, as [{steps = 300, schedule = "linear", from = 0.85, to = 0.95}]. It stays at the last. Empty: as set."""
+    weight_decay_phases: tuple[dict[str, Any], ...] = ()
+    """How weight decay moves, as phases from step 0 whose `from` and `to` are factors, in [0, 1], of what each group
+    has. It stays at the last. Empty: as set."""
     clip_norm: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping, the norm is still seen."""
     loss_scale_init: float = 65536.0
@@ -104,6 +110,8 @@ class OptimConfig:
         check_shape("optim.decay_shape", self.decay_shape)
         if not self.decay_power > 0:
             raise ValueError(f"optim.decay_power = {self.decay_power} must be above 0")
+        read_phases("optim.momentum_phases", self.momentum_phases, before=None, below_one=True)
+        read_phases("optim.weight_decay_phases", self.weight_decay_phases)
         read_phases("optim.phases", self.phases, start=self.warmup_steps, default_to=self.min_lr_ratio)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"optim.min_lr_ratio = {self.min_lr_ratio} must lie in [0, 1]")

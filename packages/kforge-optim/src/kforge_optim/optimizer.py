@@ -17,7 +17,12 @@ from kforge_optim import split
 from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Rates, Slot
 from kforge_optim.config import OptimConfig
 from kforge_optim.groups import Group, build_groups, check_owned_once, clean_name, groups_table
-from kforge_optim.schedules import Schedule, build_schedule
+from kforge_optim.schedules import (
+    Schedule,
+    build_momentum_schedule,
+    build_schedule,
+    build_weight_decay_schedule,
+)
 from kforge_optim.sharding import copy_into, local, local_part
 
 Storage = Literal["fp32", "split"]
@@ -37,7 +42,11 @@ class Optimizer:
         schedule: Schedule,
         *,
         storage: Storage = "fp32",
+        momentum_schedules: Mapping[str, Schedule] | None = None,
+        weight_decay_schedule: Schedule | None = None,
     ) -> None:
+        """momentum_schedules: name of an algorithm -> its momentum at a step; one that is not there keeps its own.
+        weight_decay_schedule: factor of every group's decay at a step; None: 1."""
         if storage not in ("fp32", "split"):
             raise ValueError(f"storage = {storage!r} must be fp32 or split")
         check_owned_once(groups)
@@ -46,6 +55,8 @@ class Optimizer:
         self.schedule_step = 0
         self._algorithms = dict(algorithms)
         self._schedule = schedule
+        self._momentum_schedules = dict(momentum_schedules or {})
+        self._weight_decay_schedule = weight_decay_schedule
         self._slots = {
             group.name: [Slot(*item, fused=group.fused_weights.get(item[0])) for item in group.parameters.items()]
             for group in self.groups
@@ -88,7 +99,7 @@ class Optimizer:
         it may hold scaled values afterwards. Every rank must call it.
         """
         self.init_state()
-        lrs = self.lrs()
+        rates = self.rates()
         self.schedule_step += 1
         scale, gate = _scalar("scale", scale), _scalar("gate", gate)
         for group in self.groups:
@@ -99,7 +110,7 @@ class Optimizer:
             for device, slots in by_device.items():
                 update = partial(
                     self._algorithms[group.algorithm].update,
-                    rates=Rates(lr=lrs[group.name], weight_decay=group.weight_decay),
+                    rates=rates[group.name],
                     scale=None if scale is None else scale.to(device, non_blocking=True),
                     gate=None if gate is None else gate.to(device, non_blocking=True),
                 )
@@ -121,6 +132,16 @@ class Optimizer:
         """Group name -> learning rate that the next step will use."""
         factor = self._schedule(self.schedule_step)
         return {group.name: group.lr * factor for group in self.groups}
+
+    def rates(self) -> dict[str, Rates]:
+        """Group name -> rate, decay and momentum that the next step will use."""
+        step, lrs = self.schedule_step, self.lrs()
+        decay = 1.0 if self._weight_decay_schedule is None else self._weight_decay_schedule(step)
+        momentum = {name: schedule(step) for name, schedule in self._momentum_schedules.items()}
+        return {
+            group.name: Rates(lrs[group.name], group.weight_decay * decay, momentum.get(group.algorithm))
+            for group in self.groups
+        }
 
     def groups_table(self) -> str:
         """The groups as a table for people."""
@@ -274,4 +295,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int, *, 
     if algorithm.matrices_only:
         algorithms["adamw"] = OPTIMIZERS.get("adamw")(config)
     groups = build_groups(model, config, matrices_only=algorithm.matrices_only)
-    return Optimizer(groups, algorithms, build_schedule(config, total_steps), storage=storage)
+    momentum = build_momentum_schedule(config, total_steps)
+    return Optimizer(
+        groups,
+        algorithms,
+        build_schedule(config, total_steps),
+        storage=storage,
+        momentum_schedules=None if momentum is None else {config.name: momentum},
+        weight_decay_schedule=build_weight_decay_schedule(config, total_steps),
+    )

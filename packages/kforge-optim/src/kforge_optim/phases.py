@@ -57,7 +57,7 @@ def read_phases(
     before: float | None = 1.0,
     default_to: float | None = None,
     power: float = 2.0,
-    below: float = 1.0,
+    below_one: bool = False,
 ) -> list[Phase]:
     """What a config says in a list of tables, as phases that follow one another from step ``start``.
 
@@ -66,7 +66,8 @@ def read_phases(
     at, by default that at which the phase before ended, ``before`` for the first. ``to``: the value it ends at, by
     default ``default_to``; a constant one has none. ``power``: of ``polynomial``.
 
-    what: how the list is called in errors. total: steps that there are; None: not known yet. below: the largest value.
+    what: how the list is called in errors. total: steps that there are; None: not known yet. below_one: values of 1 are
+    none.
     Raises ValueError that names the table and the key for whatever cannot be.
     """
     phases: list[Phase] = []
@@ -93,8 +94,8 @@ def read_phases(
             raise ValueError(f"{name}.to is missing; say the value that the phase ends at")
         exponent = value.get("power", power)
         for key, number in (("from", first), ("to", last)):
-            if not _is_number(number) or not 0.0 <= number <= below:
-                raise ValueError(f"{name}.{key} = {number!r} must be a number in [0, {below:g}]")
+            if not _is_number(number) or not 0.0 <= number <= 1.0 or (below_one and number == 1.0):
+                raise ValueError(f"{name}.{key} = {number!r} must be a number in [0, 1{')' if below_one else ']'}")
         if not _is_number(exponent) or not exponent > 0:
             raise ValueError(f"{name}.power = {exponent!r} must be a number above 0")
         phases.append(Phase(begin, end, shape, float(first), float(last), float(exponent)))

@@ -281,6 +281,37 @@ def _decay_from(config: OptimConfig, total_steps: int) -> Schedule:
     return schedule
 
 
+def horizon(config: OptimConfig, total_steps: int) -> int:
+    """The step at which the schedules of ``config`` have come to their end, in a run of ``total_steps``."""
+    if config.decay_from is not None:
+        return config.decay_from + (config.decay_steps or 0)
+    return config.schedule_steps or total_steps
+
+
+def build_momentum_schedule(config: OptimConfig, total_steps: int) -> Schedule | None:
+    """The momentum of each step, by ``config.momentum_phases``; None where it does not move.
+
+    Raises ValueError for phases that do not fit.
+    """
+    if not config.momentum_phases:
+        return None
+    total = horizon(config, total_steps)
+    phases = read_phases("optim.momentum_phases", config.momentum_phases, total=total, before=None)
+    return lambda step: value_at(phases, step)
+
+
+def build_weight_decay_schedule(config: OptimConfig, total_steps: int) -> Schedule | None:
+    """The factor of weight decay in each step, by ``config.weight_decay_phases``; None where it does not move.
+
+    Raises ValueError for phases that do not fit.
+    """
+    if not config.weight_decay_phases:
+        return None
+    total = horizon(config, total_steps)
+    phases = read_phases("optim.weight_decay_phases", config.weight_decay_phases, total=total)
+    return lambda step: value_at(phases, step)
+
+
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     """The schedule that ``config`` names, as a function of the step.
 
@@ -298,7 +329,7 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     if config.decay_from is not None:
         schedule = _decay_from(config, total_steps)
     else:
-        schedule = SCHEDULES.get(config.schedule)(config, config.schedule_steps or total_steps)
+        schedule = SCHEDULES.get(config.schedule)(config, horizon(config, total_steps))
     first = schedule(0)  # and the checks of lengths
     if not 0.0 < first < math.inf:
         raise ValueError(
