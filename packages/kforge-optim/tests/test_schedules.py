@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from kforge_optim import (
     rex,
     wsd,
 )
-from kforge_optim.schedules import build_weight_decay_schedule
+from kforge_optim.schedules import build_weight_decay_schedule, curves, plot
 
 SHAPES = ["linear", "cosine", "1-sqrt", "polynomial", "rex"]
 DESCENDING = ["cosine", "linear", "polynomial", "rex", "wsd"]
@@ -410,3 +413,27 @@ def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_schedule(config("test-installed"), 10)(3) == 1.0
     with pytest.raises(ValueError, match="test-installed"):
         build_schedule(config("nowhere"), 10)
+
+
+def test_plot(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    plain = OptimConfig(schedule="wsd", warmup_steps=10)
+    moving = replace(plain, momentum_phases=({"from": 0.9},), weight_decay_phases=({"schedule": "linear", "to": 0.0},))
+    plot(plain, 5000, tmp_path / "plain.png")
+    plot(moving, 100, tmp_path / "moving.png")
+    one, three = imread(tmp_path / "plain.png"), imread(tmp_path / "moving.png")
+    assert three.shape[1] == one.shape[1] == 1050 and three.shape[0] > 2 * one.shape[0]
+    assert one[..., :3].std() > 0.01  # not blank
+    found = curves(moving, 100)
+    assert list(found) == ["learning rate", "momentum", "weight decay"]
+    assert [curve(50) for curve in found.values()] == pytest.approx([3e-4, 0.9, 0.05])
+    with pytest.raises(ValueError, match="longer than the run"):
+        plot(plain, 5, tmp_path / "none.png")
+
+
+def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'kforge-optim\[plot\]'"):
+        plot(OptimConfig(), 10, tmp_path / "rate.png")
+    assert not list(tmp_path.iterdir())

@@ -63,6 +63,7 @@ def run_dir(tmp_path: Path) -> Path:
         (["--help"], 0.3),
         (["config"], 0.3),
         (["config", "llama3-8b", "--optim.lr", "1e-3"], 0.3),
+        (["schedule", "llama3-8b"], 0.3),
         (["train", "--help"], 1.5),
         (["generate", "--help"], 0.3),
     ],
@@ -132,6 +133,21 @@ def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["origin"]["train.steps"] == "command line"
 
 
+def test_schedule_prints_rates_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["tiny", "--optim.schedule", "wsd", "--optim.lr", "1", "--optim.warmup_steps=0", "--train.steps", "10"]
+    tokens = ["--optim.warmup_tokens", "4097", "--data.row_tokens", "512", "--data.global_rows", "2"]
+    assert main(["schedule", *job, *tokens, "--optim.weight_decay_phases", '[{"from": 0.5}]']) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.split() == ["step", "learning", "rate", "weight", "decay"]
+    assert [line.split()[:2] for line in lines][3:6] == [["3", "0.8"], ["4", "1"], ["5", "1"]]  # up in 5 steps
+    assert {line.split()[2] for line in lines} == {"0.05"}
+    assert main(["schedule", *job, f"--out={tmp_path / 'rate.png'}"]) == 0
+    assert (tmp_path / "rate.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'rate.png'}\n")
+    assert main(["schedule", *job, "--out", str(tmp_path / "nowhere" / "rate.png")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -143,6 +159,10 @@ def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "nowhere.toml"], "neither a file nor a preset"),
         (["train", "--train.steps"], "--train.steps needs a value"),
         (["generate", "/nowhere"], "is no run"),
+        (
+            ["schedule", "tiny", "--optim.warmup_steps", "21"],
+            "optim.warmup_steps = 21 is longer than the run",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_told_once_without_a_traceback(argv: list[str], says: str) -> None:

@@ -14,6 +14,7 @@ A factor in [0, 1] multiplies the peak rate. Steps count from 0. All schedules s
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -337,3 +338,42 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
             "nothing; let it begin above 0, or warm up with optim.warmup_steps"
         )
     return schedule
+
+
+def curves(config: OptimConfig, total_steps: int) -> dict[str, Schedule]:
+    """What of ``config`` moves, by name, as functions of the step: the peak rate times its factor, and, where they have
+    phases, the momentum and the weight decay. Raises ValueError as `build_schedule` does."""
+    rate = build_schedule(config, total_steps)
+    momentum = build_momentum_schedule(config, total_steps)
+    decay = build_weight_decay_schedule(config, total_steps)
+    found: dict[str, Schedule] = {"learning rate": lambda step: config.lr * rate(step)}
+    if momentum is not None:
+        found["momentum"] = momentum
+    if decay is not None:
+        found["weight decay"] = lambda step: config.weight_decay * decay(step)
+    return found
+
+
+def plot(config: OptimConfig, total_steps: int, path: str | os.PathLike[str]) -> None:
+    """Draw the `curves` of a run of ``total_steps`` over its steps, one below the other, as a picture at ``path``.
+
+    The name's ending says the format (png, svg, pdf). Raises ValueError as `build_schedule` does, and ImportError with
+    the name of the extra without matplotlib.
+    """
+    found = curves(config, total_steps)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'kforge-optim[plot]'") from error
+    steps = sorted({*range(0, total_steps, max(1, total_steps // 2000)), total_steps - 1})
+    figure = Figure(figsize=(7.0, 0.8 + 2.2 * len(found)), dpi=150, layout="constrained")
+    column = figure.subplots(len(found), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, curve) in zip(column, found.items(), strict=True):
+        axes.plot(steps, [curve(step) for step in steps])
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(name)
+        axes.grid(True, alpha=0.3)
+    column[-1].set_xlabel("optimizer step")
+    column[-1].xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(f"{config.schedule}, {total_steps} steps")
+    figure.savefig(path)

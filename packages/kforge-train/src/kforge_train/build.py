@@ -22,11 +22,11 @@ from kforge_ckpt import Checkpointer, RngState
 from kforge_data import DataConfig, Loader, Tokenizer, TokenShards, pack_rows
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
-from kforge_optim import LossScaler, OptimConfig, Optimizer, build_optimizer
+from kforge_optim import LossScaler, Optimizer, build_optimizer
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
 from kforge_train.agree import check_agreement
-from kforge_train.config import JobConfig
+from kforge_train.config import JobConfig, optim_config
 from kforge_train.engine import PlainEngine
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.lock import RunLock
@@ -129,11 +129,6 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
         gradients="sum",
         cast_inputs=False,
     )
-
-
-def optim_config(config: JobConfig) -> OptimConfig:
-    """How a job learns, with every length in steps."""
-    return config.optim.in_steps(config.data.global_rows * config.data.row_tokens)
 
 
 def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:

@@ -76,3 +76,8 @@ class JobConfig:
                 f"data.row_tokens = {self.data.row_tokens} is longer than model.max_seq_len = "
                 f"{self.model.max_seq_len}; raise --model.max_seq_len or shorten the rows"
             )
+
+
+def optim_config(config: JobConfig) -> OptimConfig:
+    """How a job learns, with every length in steps."""
+    return config.optim.in_steps(config.data.global_rows * config.data.row_tokens)

@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     overrides: list[tuple[str, str]] = []
-    if argv and argv[0] in ("train", "config"):
+    if argv and argv[0] in ("train", "config", "schedule"):
         from kforge_train.cli.overrides import split_overrides
 
-        overrides, argv = split_overrides(argv, ("--help", "--json"))
+        overrides, argv = split_overrides(argv, ("--help", "--json", "--out"))
     args = _parser(argv).parse_args(argv)
     code: int = args.command(args, overrides)
     return code
@@ -71,11 +71,13 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
     train = command("train", _train, "Train a model, or go on with a run that was stopped.")
     config = command("config", _config, "Print the resolved job, with where each value came from; starts nothing.")
-    for sub in (train, config):
+    schedule = command("schedule", _schedule, "How the learning rate of a job moves, as a table or a picture.")
+    for sub in (train, config, schedule):
         sub.add_argument("source", nargs="?", metavar="PRESET_OR_FILE", help="a preset's name or a TOML file")
         sub.usage = f"{sub.prog} [PRESET_OR_FILE] [--section.key VALUE ...]"
         sub.epilog = _OVERRIDES
     config.add_argument("--json", action="store_true", help="as JSON")
+    schedule.add_argument("--out", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf (wants matplotlib)")
     if argv[:1] == ["train"] and {"-h", "--help"} & set(argv):
         from kforge_train.describe import describe_config
         from kforge_train.resolve import preset_names
@@ -119,6 +121,26 @@ def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
     resolved = resolve_config(args.source, overrides)
     sys.stdout.write(show.as_json(resolved) + "\n" if args.json else show.as_text(resolved))
+    sys.stdout.flush()
+    return 0
+
+
+def _schedule(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from kforge_optim.schedules import plot
+    from kforge_train.cli import show
+    from kforge_train.config import optim_config
+    from kforge_train.errors import config_errors
+    from kforge_train.resolve import resolve_config
+
+    config = resolve_config(args.source, overrides).config
+    with config_errors():
+        sys.stdout.write(show.rates(optim_config(config), config.train.steps))
+        if args.out is not None:
+            try:
+                plot(optim_config(config), config.train.steps, args.out)
+            except (ImportError, OSError) as error:
+                raise ConfigError(str(error)) from None
+            print(args.out)
     sys.stdout.flush()
     return 0
 

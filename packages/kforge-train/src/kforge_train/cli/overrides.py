@@ -23,7 +23,7 @@ def split_overrides(
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        if not token.startswith("--") or token in options:
+        if not token.startswith("--") or token.partition("=")[0] in options:
             rest.append(token)
             continue
         path, equals, value = token[2:].partition("=")

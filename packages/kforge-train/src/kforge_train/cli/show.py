@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from kforge_optim.config import OptimConfig
 from kforge_train.resolve import Resolved
 from kforge_train.toml import to_toml
 
@@ -17,3 +18,15 @@ def as_text(resolved: Resolved) -> str:
 def as_json(resolved: Resolved) -> str:
     """`{"config": {section: {key: value}}, "origin": {path: text}}`."""
     return json.dumps({"config": dataclasses.asdict(resolved.config), "origin": resolved.origin}, indent=2)
+
+
+def rates(config: OptimConfig, total_steps: int) -> str:
+    """What moves in a run, at its first and last step, as warm-up ends, and at each tenth: a line a step, from 0."""
+    from kforge_optim.schedules import curves
+
+    found = curves(config, total_steps)
+    tenths = {total_steps * tenth // 10 for tenth in range(10)}
+    steps = sorted({*tenths, min(config.warmup_steps, total_steps - 1), total_steps - 1})
+    lines = ["".join(f"{name:>16}" for name in ("step", *found))]
+    lines += [f"{step:>16}" + "".join(f"{curve(step):>16.4g}" for curve in found.values()) for step in steps]
+    return "\n".join(lines) + "\n"
