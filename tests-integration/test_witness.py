@@ -74,6 +74,7 @@ CHANGES = {
     "optim.momentum_phases": '[{"from": 0.5}]',
     "optim.weight_decay_phases": '[{"from": 0.5}]',
     "optim.clip_norm": 0.01,
+    "optim.clip_value": 1e-3,
     "ckpt.dir": "elsewhere",
     "ckpt.every_steps": 2,
     "ckpt.keep_last": 1,

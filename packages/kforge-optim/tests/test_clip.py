@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from kforge_optim import clip
+from kforge_optim import Group, clip
 from kforge_testing import run_ranks
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -77,6 +77,48 @@ def test_c42_norm_is_seen_and_factor_is_1(poison: float) -> None:
     assert math.isnan(norm) if math.isnan(poison) else norm == math.inf
     for max_norm in (0.0, 1.0):
         assert clip.clip_factor(norm, max_norm) == 1.0
+
+
+def test_values_are_clipped_in_place() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    grad = model["a"].weight.grad = torch.tensor([[-3.0, 0.5], [math.inf, math.nan]])
+    clip.clip_values_(model, 0.0)
+    assert grad[0, 0] == -3 and grad[1, 0] == math.inf
+    for given_as in (model, model.named_parameters(remove_duplicate=False), [model["a"].weight, with_gradient(None)]):
+        clip.clip_values_(given_as, 2.0)
+        assert grad.nan_to_num(nan=9.0).tolist() == [[-2.0, 0.5], [2.0, 9.0]]
+    clip.clip_values_(model, 0.5, scale=torch.tensor(2.0))
+    assert grad.nan_to_num(nan=9.0).tolist() == [[-1.0, 0.5], [1.0, 9.0]]
+    for value in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=r"clip_value = .* must not be negative"):
+            clip.clip_values_(model, value)
+
+
+def test_value_clipping_that_is_off_does_not_look_at_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any) -> None:
+        raise AssertionError("gradients were read")
+
+    monkeypatch.setattr(clip, "local_gradient", never)
+    clip.clip_values_([with_gradient(torch.ones(2))], 0.0)
+    with pytest.raises(AssertionError, match="were read"):
+        clip.clip_values_([with_gradient(torch.ones(2))], 1.0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=4)), max_size=6))
+def test_norms_of_groups_in_one_process(values: list[tuple[int, list[float]]]) -> None:
+    parameters = [(row, with_gradient(torch.tensor(value, dtype=torch.float64))) for row, value in values]
+    groups = [
+        Group(name, "adamw", 1.0, 0.0, {str(i): p for i, (of, p) in enumerate(parameters) if of == row})
+        for row, name in enumerate(["first", "second"])
+    ]  # those of row 2 are in no group
+    for p in NORMS:
+        total, norms = clip.total_norm([p for _, p in parameters], norm_type=p, also=groups, device="cpu")
+        grads = [(row, parameter.grad) for row, parameter in parameters if parameter.grad is not None]
+        for row, norm in ((None, total), (0, norms["first"]), (1, norms["second"])):
+            mine = [grad for of, grad in grads if row in (None, of)]
+            assert float(norm) == pytest.approx(reference(mine, p) if mine else 0.0, rel=1e-12)
 
 
 def _gradients() -> dict[str, Tensor]:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from kforge_optim import clip
+from kforge_optim import Group, clip
+from kforge_optim.sharding import local
 from kforge_testing import run_ranks
 
 NORMS = (1.0, 2.0, math.inf)
@@ -233,3 +235,115 @@ def test_16_bit_gradients_are_summed_in_float32() -> None:
         assert float(torch.linalg.vector_norm(grad)) != pytest.approx(expected, rel=1e-5)  # what 16 bits would say
         for result in results:
             assert result[i] == (pytest.approx(expected, rel=1e-6), "torch.float32")
+
+
+# Norms of groups, and clipping by value
+
+
+def grouped(name: str, *parameters: nn.Parameter) -> Group:
+    return Group(name, "adamw", 1.0, 0.0, {str(i): parameter for i, parameter in enumerate(parameters)})
+
+
+def laid_out(layout: str, world: int) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Parameters of uneven shapes in a layout, and their whole gradients."""
+    grads = [random(sizes, seed) for seed, sizes in enumerate([(8, 12), (5, 7), (1, 2), (7,), (6, 4)])]
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        return [place(grad, mesh, [Shard(0)]) for grad in grads], grads
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (world,))
+        cuts = [Shard(1), Shard(0), Shard(1), Replicate(), Shard(0)]
+        return [place(grad, mesh, [cut]) for grad, cut in zip(grads, cuts, strict=True)], grads
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        return [place(grad, mesh, [Replicate(), Shard(0)]) for grad in grads], grads
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_shard", "tp"))
+    cuts = [Shard(1), Shard(0), Replicate(), Replicate(), Shard(0)]
+    return [by_fsdp(g, mesh["dp_shard"], mesh["tp"], cut) for g, cut in zip(grads, cuts, strict=True)], grads
+
+
+def _norms_of_groups(rank: int, world: int, layout: str) -> dict[str, Any]:
+    parameters, grads = laid_out(layout, world)
+    plain = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    plain.grad = random((3,), seed=9)
+    everything, all_grads = [*parameters, plain], [*grads, plain.grad.clone()]
+    # Not in the model's order; the bias of no group; one group without a gradient.
+    frozen = nn.Parameter(torch.zeros(2))
+    members = {"even": [0, 4, 2], "odd": [3, 1], "none": []}
+    groups = [grouped(name, *(parameters[i] for i in of)) for name, of in members.items()]
+    groups[-1] = grouped("none", frozen)
+    passes = 0
+    foreach_norm = clip.foreach_norm
+
+    def counted(*arguments: Any) -> list[Tensor]:
+        nonlocal passes
+        passes += 1
+        return foreach_norm(*arguments)
+
+    clip.foreach_norm = counted
+    found: dict[str, Any] = {}
+    for p in NORMS:
+        with CommDebugMode() as alone:
+            norm = clip.total_norm([*everything, frozen], norm_type=p)
+        before = passes
+        with CommDebugMode() as seen:
+            total, norms = clip.total_norm([*everything, frozen], norm_type=p, also=groups)
+        assert passes - before == before  # no second pass over the gradients
+        passes = 0
+        assert seen.get_total_counts() == alone.get_total_counts() == 1
+        assert float(total) == pytest.approx(float(norm), rel=1e-14)
+        found[str(p)] = {"total": float(total), **{name: float(value) for name, value in norms.items()}}
+        expected = {"total": reference(all_grads, p), "none": 0.0}
+        expected |= {name: reference([grads[i] for i in of], p) for name, of in members.items() if of}
+        assert found[str(p)] == pytest.approx(expected, rel=1e-12)
+
+    # What is not a number shows where it is, and in the whole.
+    if rank == world - 1:
+        local(parameters[0].grad)[-1, -1] = math.nan
+    for p in NORMS:
+        total, norms = clip.total_norm(everything, norm_type=p, also=groups)
+        found[f"nan {p}"] = [bool(value.isnan()) for value in (total, *norms.values())]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [("fsdp", 2), ("fsdp", 4), ("tp", 2), ("hsdp", 4), ("fsdp over tp", 4)], ids=str
+)
+def test_norms_of_groups_come_with_the_whole(layout: str, world: int) -> None:
+    results = run_ranks(_norms_of_groups, world, layout)
+    assert all(result == results[0] for result in results)  # the same bits
+    for p in NORMS:
+        assert results[0][f"nan {p}"] == [True, True, False, False]
+
+
+def _groups_on_stages(rank: int, world: int) -> dict[str, float]:
+    """Two pipeline stages; the embedding is on the first, the head on the last, a tied weight on both."""
+    first = rank < world // 2
+    embed, head, tied = with_gradient(3.0), with_gradient(4.0), with_gradient(12.0)
+    named = [("embed", embed) if first else ("head", head), ("tied", tied)]
+    groups = [grouped("embeddings", *([embed] if first else [])), grouped("head", *([] if first else [head]))]
+    groups.append(grouped("tied", tied))
+    total, norms = clip.total_norm(named, stages=2, stages_holding={"tied": 2}, also=groups)
+    return {"total": float(total), **{name: float(norm) for name, norm in norms.items()}}
+
+
+def test_norms_of_groups_that_other_stages_hold() -> None:
+    expected = {"total": 13.0, "embeddings": 3.0, "head": 4.0, "tied": 12.0}
+    assert run_ranks(_groups_on_stages, 4) == [pytest.approx(expected)] * 4
+
+
+def _clipped_by_value(rank: int, world: int, layout: str) -> None:
+    for scale in (None, torch.tensor(4.0)):
+        parameters, grads = laid_out(layout, world)
+        with CommDebugMode() as seen:
+            clip.clip_values_(parameters, 0.5, scale=scale)
+        assert seen.get_total_counts() == 0
+        bound = 0.5 if scale is None else 2.0
+        for parameter, grad in zip(parameters, grads, strict=True):
+            assert isinstance(parameter.grad, DTensor)
+            assert torch.equal(parameter.grad.full_tensor(), grad.clamp(-bound, bound))
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("tp", 2), ("hsdp", 4), ("fsdp over tp", 4)], ids=str)
+def test_clip_by_value_is_that_of_the_whole(layout: str, world: int) -> None:
+    run_ranks(_clipped_by_value, world, layout)

@@ -94,12 +94,14 @@ def test_the_host_does_not_wait(name: str) -> None:
     summed_loss(model, second.cuda(), second.numel()).backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        norm = clip.total_norm(model)
+        norm, norms = clip.total_norm(model, also=optimizer.groups)
+        clip.clip_values_(model, 0.1)
         optimizer.step(scale=clip.clip_factor(norm, 0.5), gate=torch.isfinite(norm).to(torch.float32))
         optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert optimizer.schedule_step == 2 and all(p.grad is None for p in model.parameters())
+    assert sum(float(value) ** 2 for value in norms.values()) == pytest.approx(float(norm) ** 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,6 +132,7 @@ def test_the_host_does_not_wait_for_split_weights_and_loss_scales(name: str) -> 
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step allocates
         try:
             norm = clip.total_norm(model) / scaler.scale
+            clip.clip_values_(model, 0.1, scale=scaler.scale)
             gate = torch.isfinite(norm).to(torch.float32)
             optimizer.step(scale=clip.clip_factor(norm, 0.5) / scaler.scale, gate=gate)
             scaler.update(gate)

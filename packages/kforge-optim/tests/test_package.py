@@ -80,6 +80,7 @@ CHANGED: dict[str, Any] = {
     "momentum_phases": ({"steps": 3, "schedule": "linear", "from": 0.5, "to": 0.9},),
     "weight_decay_phases": ({"schedule": "linear", "to": 0.0},),
     "clip_norm": 0.1,
+    "clip_value": 0.01,
     "loss_scale_init": 2.0,
     "loss_scale_growth_steps": 2,
 }
@@ -95,6 +96,7 @@ def _trained(**values: object) -> torch.Tensor:
         loss = nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8))
         (loss * scaler.scale).backward()
         norm = clip.total_norm(model) / scaler.scale
+        clip.clip_values_(model, config.clip_value, scale=scaler.scale)
         optimizer.step(scale=clip.clip_factor(norm, config.clip_norm) / scaler.scale)
         optimizer.zero_grad()
         scaler.update(torch.isfinite(norm))
@@ -115,6 +117,7 @@ def test_law_8_each_field_changes_what_is_trained() -> None:
         ("adamw_lr", -1.0),
         ("weight_decay", -0.1),
         ("clip_norm", -1.0),
+        ("clip_value", -1.0),
         ("warmup_steps", -1),
         ("betas", (0.9, 1.0)),
         ("muon_momentum", 1.0),

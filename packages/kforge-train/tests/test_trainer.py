@@ -144,3 +144,14 @@ def test_a_cool_down_that_would_jump_is_refused(tokens, tmp_path):
     check_same_job(json.loads(json.dumps(asdict(cooling))), cooling, 3)
     with pytest.raises(ConfigError, match=r"optim\.decay_from = 2, but .* step 3 already.*--optim\.decay_from 3"):
         check_same_job(flat, cooling, 3)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+def test_the_norms_of_groups_make_up_the_whole(tokens, tmp_path, precision):
+    config = job(tokens, tmp_path / "run", parallel__precision=precision, train__steps=3, optim__loss_scale_init=4.0)
+    assert run_ranks(train, 2, config) == [0, 0]
+    for event in events(config, "step"):
+        norms = {name: value for name, value in event.values.items() if name.startswith("norm/")}
+        assert norms.keys() == {"norm/matrices", "norm/embeddings", "norm/head", "norm/norms_and_biases"}
+        assert min(norms.values()) > 0
+        assert sum(value**2 for value in norms.values()) == pytest.approx(event.values["grad_norm"] ** 2, rel=1e-5)

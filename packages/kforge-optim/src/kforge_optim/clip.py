@@ -14,27 +14,59 @@ one piece. Each tensor is summed up in float32 at least, the tensors in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kforge_optim._torch import foreach_norm
-from kforge_optim.groups import clean_name
+from kforge_optim.groups import Group, clean_name
 from kforge_optim.sharding import distinct_shards, local_gradient
 
+Parameters = nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
+"""A module, its parameters, or (name, parameter) pairs."""
 
-@torch.no_grad()
+
+@overload
 def total_norm(
-    parameters: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    parameters: Parameters,
     *,
     norm_type: float = 2.0,
     stages: int = 1,
     stages_holding: Mapping[str, int] | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
-) -> Tensor:
+    also: None = None,
+) -> Tensor: ...
+
+
+@overload
+def total_norm(
+    parameters: Parameters,
+    *,
+    norm_type: float = 2.0,
+    stages: int = 1,
+    stages_holding: Mapping[str, int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    also: Sequence[Group],
+) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@torch.no_grad()
+def total_norm(
+    parameters: Parameters,
+    *,
+    norm_type: float = 2.0,
+    stages: int = 1,
+    stages_holding: Mapping[str, int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    also: Sequence[Group] | None = None,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """The norm of all gradients together, the same bits on every rank; every rank of the group must call it.
 
     parameters: a module, its parameters, or (name, parameter) pairs. ``.grad`` of each is read; one without a
@@ -46,9 +78,12 @@ def total_norm(
         last stage: 2), so that it counts once; needs names.
     group: the ranks that share the work; default: all.
     device: where the result lies when there is no parameter to tell; default: CPU.
+    also: groups of parameters whose norms are wanted too (``optimizer.groups``). They come out of the same pass and the
+        same all-reduce, so all ranks must name the same groups in the same order; one may be empty on some of them.
 
-    Returns a 0-dim tensor, float32 or the widest dtype of the parameters, on their device. Without a process group, or
-    with one rank, there is no communication. inf and NaN in a gradient come through. Nothing waits for the device.
+    Returns a 0-dim tensor, float32 or the widest dtype of the parameters, on their device; with ``also`` that and a
+    dict of such tensors, group name -> norm. Without a process group, or with one rank, there is no communication.
+    inf and NaN in a gradient come through. Nothing waits for the device.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type} must be above 0")
@@ -56,9 +91,13 @@ def total_norm(
     world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     if stages < 1 or world % stages:
         raise ValueError(f"stages = {stages} does not divide the {world} ranks into equal groups")
+    # Each gradient adds to one row: that of its group, or the last one, of no group.
+    rows = 1 + len(also or ())
+    row_of = {id(p): row for row, one in enumerate(also or ()) for p in one.parameters.values()}
+    named.sort(key=lambda item: row_of.get(id(item[1]), rows - 1))  # the rows of a batch lie side by side
     dtype = torch.float32
-    # (share, dtype, device) -> gradients; a share is one over the number of ranks with the same piece.
-    batches: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
+    # (share, dtype, device) -> rows and gradients; a share is one over the number of ranks with the same piece.
+    batches: dict[tuple[float, torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
     for name, parameter in named:
         dtype = torch.promote_types(dtype, parameter.dtype)
         device = parameter.device if device is None else device
@@ -68,24 +107,33 @@ def total_norm(
         share = distinct_shards(parameter) * stages / (world * holding)
         grad = local_gradient(parameter)
         if grad.numel():  # an uneven shard may be empty, and the largest of nothing is not defined
-            batches.setdefault((share, grad.dtype, grad.device), []).append(grad)
+            item = (row_of.get(id(parameter), rows - 1), grad)
+            batches.setdefault((share, grad.dtype, grad.device), []).append(item)
     largest = math.isinf(norm_type)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (share, grad_dtype, _), grads in batches.items():
+    nothing = torch.zeros(1, dtype=torch.float64, device=device)
+    parts: list[list[Tensor]] = [[nothing] for _ in range(rows)]
+    for (share, grad_dtype, _), items in batches.items():
         accumulated_in = torch.promote_types(grad_dtype, torch.float32)
-        norms = torch.stack(foreach_norm(grads, norm_type, accumulated_in)).to(total)
-        total = torch.maximum(total, norms.max()) if largest else total + share * (norms**norm_type).sum()
+        norms = torch.stack(foreach_norm([grad for _, grad in items], norm_type, accumulated_in)).to(nothing)
+        values = norms if largest else share * norms**norm_type
+        sizes = Counter(row for row, _ in items)
+        for row, part in zip(sizes, values.split(list(sizes.values())), strict=True):
+            parts[row].append(part)
+    by_row = torch.stack([torch.cat(part).max() if largest else torch.cat(part).sum() for part in parts])
+    total = by_row.max() if largest else by_row.sum()
+    found = torch.cat([total[None], by_row[:-1]])
     if world > 1 and largest:
         # What the largest of a number and a NaN is depends on the order, so that there is a NaN travels beside it.
-        nan = total.isnan()
-        both = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), nan.to(total)])
+        nan = found.isnan()
+        both = torch.stack([found.nan_to_num(nan=0.0, posinf=math.inf), nan.to(found)])
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        total = torch.where(both[1] > 0, math.nan, both[0])
+        found = torch.where(both[1] > 0, math.nan, both[0])
     elif world > 1:
-        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(found, op=dist.ReduceOp.SUM, group=group)
     if not largest:
-        total = total ** (1.0 / norm_type)
-    return total.to(dtype)
+        found = found ** (1.0 / norm_type)
+    norm, *others = found.to(dtype).unbind()
+    return norm if also is None else (norm, {one.name: other for one, other in zip(also, others, strict=True)})
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -103,9 +151,32 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), one)
 
 
-def _unique(
-    parameters: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-) -> list[tuple[str, nn.Parameter]]:
+@torch.no_grad()
+def clip_values_(parameters: Parameters, max_value: float, *, scale: Tensor | None = None) -> None:
+    """Bring every element of the gradients into [-max_value, max_value], in place.
+
+    It is done to what lies on this rank, without communication, and nothing waits for the device; 0 clips nothing, and
+    does not look at the gradients. An element that is inf becomes ``max_value`` and NaN stays, so take `total_norm`,
+    which tells whether all are finite, before.
+
+    parameters: as for `total_norm`. scale: what the gradients are multiplied by, 0-dim on their device (a loss scale);
+    the bounds are multiplied by it, too.
+    """
+    if not max_value >= 0:
+        raise ValueError(f"clip_value = {max_value} must not be negative; 0 means no clipping")
+    if max_value == 0:
+        return
+    for _, parameter in _unique(parameters):
+        if parameter.grad is not None:
+            grad = local_gradient(parameter)
+            if scale is None:
+                grad.clamp_(-max_value, max_value)
+            else:
+                bound = max_value * scale.detach().to(grad, non_blocking=True)
+                grad.clamp_(-bound, bound)
+
+
+def _unique(parameters: Parameters) -> list[tuple[str, nn.Parameter]]:
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     unique: dict[int, tuple[str, nn.Parameter]] = {}

@@ -70,6 +70,9 @@ class OptimConfig:
     has. It stays at the last. Empty: as set."""
     clip_norm: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping, the norm is still seen."""
+    clip_value: float = 0.0
+    """Largest absolute value of an element of the gradient; a larger one is cut to it. The norm is that of before. 0: no
+    element is cut."""
     loss_scale_init: float = 65536.0
     """What the loss is multiplied by at first, under float16 compute only: a power of two from 1 to 2**24. It halves
     after a step whose gradients are not finite."""
@@ -85,7 +88,7 @@ class OptimConfig:
             raise ValueError(
                 "optim.adamw_lr is for optimizers that share the model with AdamW; with adamw set optim.lr"
             )
-        for name in ("weight_decay", "clip_norm", "warmup_steps", "warmup_tokens"):
+        for name in ("weight_decay", "clip_norm", "clip_value", "warmup_steps", "warmup_tokens"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optim.{name} = {getattr(self, name)} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -64,7 +64,9 @@ class Trainer:
         boost = job.scaler.scale  # 1, but for fp16
         scale = boost / scored.clamp(min=1)  # a window without a label to score changes nothing
         loss = job.engine.forward_backward(window, scale) / boost
-        norm = clip.total_norm(job.model.parameters()) / boost
+        norm, group_norms = clip.total_norm(job.model.parameters(), also=job.optimizer.groups)
+        norm = norm / boost
+        clip.clip_values_(job.model.parameters(), self.config.optim.clip_value, scale=boost)
         factor = clip.clip_factor(norm, self.config.optim.clip_norm)
         vote = job.guard.vote(loss, norm, self.wants_stop(), step=self.next_step + 1)
         lr = max(job.optimizer.lrs().values())
@@ -81,7 +83,7 @@ class Trainer:
             lr=lr,
             gate=vote.gate,
             loss_scale=boost if job.scaler.enabled else None,
-            more=load,
+            more={**{f"norm/{name}": value / boost for name, value in group_norms.items()}, **load},
         )
         job.scaler.update(vote.gate)  # in place, so only now: the tracker has been told of this step's
         return vote.verdict
