@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optim_models import batches, summed_loss, tiny
 
 from kforge_optim import LossScaler, OptimConfig, build_optimizer, clip
+from kforge_testing import run_ranks
 
 GOOD, BAD = torch.tensor(1.0), torch.tensor(0.0)
 
@@ -53,6 +57,48 @@ def test_disabled_is_exactly_1() -> None:
     again = LossScaler(enabled=False)
     again.load_state_dict(scaler.state_dict())
     assert again.scale == 1
+
+
+@settings(deadline=None)  # a busy machine is no fault
+@given(
+    gates=st.text("+-", max_size=60),
+    exponent=st.integers(0, 24),
+    interval=st.integers(1, 5),
+    stop=st.integers(0, 60),
+)
+def test_any_run_of_gates_against_plain_python(gates: str, exponent: int, interval: int, stop: int) -> None:
+    """Also stopped and resumed anywhere; the scale is a power of two in [1, 2**24] all the while."""
+    expected, scale, good = [], 2.0**exponent, 0
+    for gate in gates:
+        good = good + 1 if gate == "+" else 0
+        if gate == "-":
+            scale = max(scale / 2, 1.0)
+        elif good == interval:
+            scale, good = min(scale * 2, 2.0**24), 0
+        expected.append(scale)
+    first = LossScaler(init_scale=2.0**exponent, growth_interval=interval)
+    found = scales(first, gates[:stop])
+    second = LossScaler(growth_interval=interval)
+    second.load_state_dict(first.state_dict())
+    found += scales(second, gates[stop:])
+    assert found == expected
+    assert all(math.frexp(scale)[0] == 0.5 and 1 <= scale <= 2**24 for scale in found)
+
+
+def _scales_of_a_rank(rank: int, world: int) -> list[float]:
+    """Gates are agreed on first, as `Guard.vote` does: one rank's inf is everybody's 0."""
+    scaler = LossScaler(init_scale=16.0, growth_interval=2)
+    seen = []
+    for step in range(8):
+        finite = torch.tensor(float(step % 3 != rank))
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        scaler.update(finite)
+        seen.append(float(scaler.scale))
+    return seen
+
+
+def test_all_ranks_hold_the_same_scale() -> None:
+    assert run_ranks(_scales_of_a_rank, 2) == [[8.0, 4.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("numbers", [False, True])

@@ -71,8 +71,8 @@ class OptimConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping, the norm is still seen."""
     clip_value: float = 0.0
-    """Largest absolute value of an element of the gradient; a larger one is cut to it. The norm is that of before. 0: no
-    element is cut."""
+    """Largest absolute value of an element of the gradient; a larger one is cut to it. The norm is that of before.
+    0: no element is cut."""
     loss_scale_init: float = 65536.0
     """What the loss is multiplied by at first, under float16 compute only: a power of two from 1 to 2**24. It halves
     after a step whose gradients are not finite."""
