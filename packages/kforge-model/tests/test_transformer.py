@@ -279,7 +279,7 @@ class Reference:
 
     def further_nll(self, ids: Tensor, labels: Tensor) -> list[Tensor]:
         """Of each depth, the sum over positions that have a label k tokens on, in their document."""
-        h, sums, seq = self.hidden(ids), [], ids.shape[1]
+        h, sums, seq = self.norm("norm", self.hidden(ids)), [], ids.shape[1]
         for k in range(1, self.config.mtp_depth + 1):
             at = f"mtp.{k - 1}"
             later = torch.cat((ids[:, k:], torch.zeros(len(ids), k, dtype=torch.int64)), 1)
@@ -287,7 +287,8 @@ class Reference:
                 (self.norm(f"{at}.hidden_norm", h), self.norm(f"{at}.embed_norm", self.embed(later))), -1
             )
             h = self.block(f"{at}.block", self.linear(f"{at}.proj", joined), self.config.n_layers + k - 1)
-            logp = self.head(self.norm(f"{at}.norm", h)).log_softmax(-1)
+            h = self.norm(f"{at}.norm", h)
+            logp = self.head(h).log_softmax(-1)
             sums.append(
                 -sum(
                     logp[b, i, labels[b, i + k]]

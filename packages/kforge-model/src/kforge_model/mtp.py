@@ -1,9 +1,13 @@
 """Multi-token prediction: further tokens in training, each by a block of its own (DeepSeek-V3, arXiv:2412.19437,
 section 2.2).
 
-With h⁰ the hidden states before the model's final norm, E the embedding shared with the model and t the tokens:
+With h⁰ what the head reads of the model, its hidden states after the final norm, E the embedding shared with the model
+and t the tokens, depth k computes (equations 21 to 23)
 
-    h^k_i = Block_k(P_k [norm(h^(k-1)_i) ; norm(E(t_(i+k)))])        predicts t_(i+k+1), by the shared head
+    h^k_i = norm_k(Block_k(P_k [norm(h^(k-1)_i) ; norm(E(t_(i+k)))]))        predicts t_(i+k+1), by the shared head
+
+The report leaves open on which side of a norm h^(k-1) is taken. The published weights are read here as transformers
+5.24 (`MtpModel`), Megatron-LM and SGLang read them: after it, at every depth, so that h^k is what the head reads, too.
 
 The loss is the main loss + weight · mean over k of Σ_i scale · nll^k_i, its equation 25 with the sum over tokens that
 every loss here has: microbatches and ranks add up. What would cross the end of a document or row is not scored, and
@@ -27,8 +31,8 @@ IGNORE = -100
 
 
 class NextToken(nn.Module):
-    """One depth of multi-token prediction: from the hidden states of the depth before and the embeddings of a later
-    token to hidden states of its own."""
+    """One depth of multi-token prediction: from what the head reads of the depth before, and the embeddings of a later
+    token, to what it reads of this one."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -39,11 +43,11 @@ class NextToken(nn.Module):
         self.block = Block(config, layer)
         self.norm = build_norm(config, config.dim)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, rotary: Rotary, rows: Rows) -> tuple[Tensor, Tensor]:
-        """hidden, embedded [B,S,D] -> (hidden states for the next depth, those for the head), [B,S,D] each."""
+    def forward(self, hidden: Tensor, embedded: Tensor, rotary: Rotary, rows: Rows) -> Tensor:
+        """hidden, embedded [B,S,D] -> [B,S,D]."""
         joined = torch.cat((self.hidden_norm(hidden), self.embed_norm(embedded)), dim=-1)
-        hidden = self.block(self.proj(joined), rotary, rows)
-        return hidden, self.norm(hidden)
+        hidden = self.norm(self.block(self.proj(joined), rotary, rows))
+        return hidden
 
 
 def later_tokens(ids: Tensor, depth: int) -> Tensor:

@@ -98,7 +98,7 @@ _QWEN3 = {
 _QWEN3_MOE = _QWEN3 | {"n_kv_heads": 4, "n_experts": 128, "moe_top_k": 8}
 
 # DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 4.2), with the yarn that has brought it to longer rows and
-# without the layer that predicts a further token (mtp_depth).
+# without the layer that predicts a further token: mtp_depth = 1 adds it, with experts.
 _DEEPSEEK_V3 = {
     "vocab_size": 129_280,
     "max_seq_len": 163_840,
@@ -117,7 +117,7 @@ _DEEPSEEK_V3 = {
     "rope_attn_factor": 1.0,
     "n_experts": 256,
     "moe_top_k": 8,
-    "moe_pattern": "DDD" + "M" * 58,
+    "moe_pattern": "DDD" + "M" * 59,
     "expert_dim": 2048,
     "shared_experts": 1,
     "router": "sigmoid",

@@ -357,8 +357,7 @@ class Transformer(nn.Module):
             raise ValueError("labels need a scale: 1 / scored tokens of the whole global batch")
         states, depth = [self.norm(h)], self.config.mtp_depth
         for module, later in zip(cast(Iterable[NextToken], self.mtp.values()), embedded, strict=True):
-            h, state = module(h, later, rotary[module.block.attn.window], rows)
-            states.append(state)
+            states.append(module(states[-1], later, rotary[module.block.attn.window], rows))
         wide = torch.promote_types(h.dtype, torch.float32)
         weights = torch.ones((1 + depth) * labels.shape[0], 1, dtype=wide, device=labels.device)
         weights[labels.shape[0] :] = self.config.mtp_weight / depth

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from kforge_model import ModelConfig, Transformer
 from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, from_hf, to_hf
@@ -65,6 +68,7 @@ _DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_group": 4,
     "topk_group": 2,
+    "num_nextn_predict_layers": 0,
 }
 
 THEIRS: dict[str, dict[str, Any]] = {
@@ -395,18 +399,111 @@ def test_experts_that_are_missing_or_not_known_are_errors() -> None:
         from_hf({**joined, "model.layers.0.mlp.experts.down_proj": torch.ones(4, 32, 20)}, config)
 
 
-def test_layers_that_predict_further_tokens_are_left_out() -> None:
-    config = OURS["deepseek_v3"]
-    state = to_hf(Transformer(config).state_dict(), config)
-    last = {name.replace(".2.", ".3.", 1): x for name, x in state.items() if name.startswith("model.layers.2.")}
-    ends = ["enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens"]
-    last |= {f"model.layers.3.{end}.weight": torch.ones(32) for end in ends}
-    with pytest.raises(ValueError, match=r"not known: model\.layers\.3\."):
-        from_hf({**state, **last}, config)  # nothing says what it is
-    last["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
-    assert set(from_hf({**state, **last}, config)) == set(from_hf(state, config))
-    with pytest.raises(ValueError, match=r"not known: model\.layers\.2\."):
-        from_hf({**state, "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, config)
+FURTHER = dataclasses.replace(OURS["deepseek_v3"], vocab_multiple=1, moe_pattern="DMMMM", mtp_depth=2)
+
+
+@pytest.fixture
+def further() -> tuple[Transformer, dict[str, Tensor]]:
+    """Ours, with two further tokens, and its file."""
+    ours = Transformer(FURTHER)
+    randomise(ours)
+    return ours, {name: tensor.contiguous() for name, tensor in to_hf(ours.state_dict(), FURTHER).items()}
+
+
+def test_further_tokens_are_those_of_transformers(
+    further: tuple[Transformer, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its MtpModel, read from our file: loss and gradients are those of both models and the report's equation 25."""
+    ours, state = further
+    written = config_to_hf(FURTHER)
+    assert written["num_nextn_predict_layers"] == 2
+    assert dataclasses.replace(config_from_hf(written), loss_chunk_tokens=16) == FURTHER
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    main = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    monkeypatch.setattr(main, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*", r"model\.layers\.4.*"])
+    more = MtpModel.from_pretrained(main)
+
+    ids, labels = ids_and_labels()
+    cache = MtpCache(config=main.config.get_mtp_config())
+    hidden = main.model(ids).last_hidden_state
+    loss = F.cross_entropy(main.lm_head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+    for k in (1, 2):
+        places = torch.arange(k, SEQ + k).expand(2, -1)
+        hidden = more.forward_layer(k - 1, hidden, places, cache, input_ids=F.pad(ids[:, k:], (0, k)))
+        seen = main.lm_head(hidden)[:, :-k].flatten(0, 1)
+        loss = loss + 0.3 / 2 * F.cross_entropy(seen, labels[:, k:].flatten(), reduction="sum")
+    loss.backward()
+    right = {name: weight.grad for name, weight in main.named_parameters()}
+    for name, weight in more.layers.named_parameters():
+        k, name = name.split(".", 1)
+        name = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        right[f"model.layers.{3 + int(k)}.{name}"] = weight.grad
+
+    got, _ = ours.train()(ids, labels=labels, scale=1.0)
+    got.backward()
+    assert got.item() == pytest.approx(loss.item(), rel=1e-6)
+    gradients = {name: weight.grad for name, weight in ours.named_parameters()}
+    biases = {name: buffer for name, buffer in ours.state_dict().items() if name.endswith("router.bias")}
+    mapped = to_hf({**gradients, **biases}, FURTHER, joined_experts=True)
+    for name, gradient in right.items():
+        assert relative(mapped[name], gradient) <= TOLERANCE, name
+    ends = ("e_score_correction_bias", "3.embed_tokens.weight", "3.shared_head.head.weight")
+    ends += ("4.embed_tokens.weight", "4.shared_head.head.weight")
+    assert all(name.endswith(ends) for name in mapped.keys() - right.keys())
+
+
+def test_layers_of_further_tokens_are_read_as_far_as_the_config_has_them(
+    further: tuple[Transformer, dict[str, Tensor]],
+) -> None:
+    ours, state = further
+    ends = ["embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"]
+    norms = ["input_layernorm", "post_attention_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"]
+    attention = [f"self_attn.{part}_proj" for part in ("q_a", "q_b", "kv_b", "o")]
+    parts = [*ends, *norms, *attention, "self_attn.kv_a_proj_with_mqa", "mlp.gate"]
+    parts += [f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")]
+    parts += [f"mlp.experts.{e}.{part}_proj" for e in range(8) for part in ("gate", "up", "down")]
+    names = {f"model.layers.3.{part}.weight" for part in parts}  # those of layer 61 of the published files
+    names.add("model.layers.3.mlp.gate.e_score_correction_bias")
+    assert {name for name in state if name.startswith("model.layers.3.")} == names
+    for form in (state, to_hf(ours.state_dict(), FURTHER, joined_experts=True)):
+        again = from_hf(form, FURTHER)
+        assert all(torch.equal(again[name], tensor) for name, tensor in ours.state_dict().items())
+        assert again.keys() == ours.state_dict().keys()
+    for depth in (1, 0):
+        fewer = dataclasses.replace(FURTHER, mtp_depth=depth)
+        assert from_hf(state, fewer).keys() == Transformer(fewer).state_dict().keys()
+    without = {
+        name: tensor
+        for name, tensor in state.items()
+        if not name.endswith(("3.embed_tokens.weight", "3.shared_head.head.weight"))
+    }
+    assert from_hf(without, FURTHER).keys() == again.keys()
+
+
+def test_layers_of_further_tokens_that_are_not_those_of_the_config_are_errors(
+    further: tuple[Transformer, dict[str, Tensor]],
+) -> None:
+    _, state = further
+    plain = {name: tensor for name, tensor in state.items() if not re.match(r"model\.layers\.[34]\.", name)}
+    with pytest.raises(
+        ValueError, match=r"mtp_depth = 2, and the state dict has no layer .*layers\.3\.eh_proj.*mtp_depth=0"
+    ):
+        from_hf(plain, FURTHER)
+    assert from_hf(plain, dataclasses.replace(FURTHER, mtp_depth=0))
+    gone = "model.layers.4.hnorm.weight"
+    with pytest.raises(ValueError, match=f"missing: {gone}"):
+        from_hf({name: tensor for name, tensor in state.items() if name != gone}, FURTHER)
+    with pytest.raises(ValueError, match=r"not known: model\.layers\.5\.enorm\.weight"):
+        from_hf({**state, "model.layers.5.enorm.weight": torch.ones(32)}, FURTHER)  # nothing says what it is
+    with pytest.raises(ValueError, match=r"not known: model\.layers\.2\.eh_proj\.weight"):
+        from_hf({**state, "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, FURTHER)
+    with pytest.raises(ValueError, match=r"eh_proj\.weight is \[32, 32\], and the config wants \[32, 64\]"):
+        from_hf({**state, "model.layers.3.eh_proj.weight": torch.ones(32, 32)}, FURTHER)
+    for copy, of in (("embed_tokens", r"model\.embed_tokens"), ("shared_head.head", "lm_head")):
+        other = {**state, f"model.layers.4.{copy}.weight": torch.ones(VOCAB, 32)}
+        with pytest.raises(ValueError, match=rf"layers\.4\.{copy}\.weight is not {of}\.weight, and .* mtp_depth"):
+            from_hf(other, FURTHER)
 
 
 def _llama() -> tuple[ModelConfig, dict[str, Tensor]]:

@@ -31,6 +31,8 @@ KEYS: Mapping[str, frozenset[str]] = {
 def pattern_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The field moe_pattern of ModelConfig."""
     n_layers: int = hf["num_hidden_layers"]
+    if family.further_layers:
+        n_layers += hf.get("num_nextn_predict_layers", 0) or 0
     if family.dense_layers == "none":
         letters = "M"
     elif family.dense_layers == "first":
@@ -64,7 +66,7 @@ def has_pattern(config: ModelConfig, family: Family) -> bool:
 
 
 def _dense_layers(config: ModelConfig) -> list[int]:
-    return [layer for layer in range(config.n_layers) if not config.has_experts(layer)]
+    return [layer for layer in range(config.n_layers + config.mtp_depth) if not config.has_experts(layer)]
 
 
 def join(state: Mapping[str, Tensor], config: ModelConfig, family: Family) -> dict[str, Tensor]:

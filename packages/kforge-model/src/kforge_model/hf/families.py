@@ -73,7 +73,8 @@ class Family:
     latent: bool = False
     """Attention is multi-head latent attention (`latents`)."""
     further_layers: bool = False
-    """Files may have layers past the last one, which predict further tokens; they are left out."""
+    """Files may have layers past the last one, which predict further tokens (`kforge_model.mtp`): layer n_layers + k is
+    mtp.<k>, and has copies of embedding and head beside what is its own."""
     unread: frozenset[str] = frozenset()
     """Fields of ModelConfig that no layer of the family reads."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -315,6 +316,8 @@ _DEEPSEEK_V3_DEFAULTS = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
+    # transformers takes 1, and leaves it out of the files that it saves, which have no such layer.
+    "num_nextn_predict_layers": 0,
 }
 
 _ENDS = (Name("embed", "model.embed_tokens", "vocabulary"), Name("head", "lm_head", "vocabulary"))
@@ -360,6 +363,20 @@ _LATENT_ATTENTION = (
     Name("layers.*.attn.wo", "model.layers.*.self_attn.o_proj"),
 )
 
+
+def _further(names: tuple[Name, ...]) -> tuple[Name, ...]:
+    """Those names, and the ones of layers that predict further tokens: a block's, and what brings it hidden states and
+    embeddings. eh_proj takes the embedding first, and `mtp` the hidden states, as the report does."""
+    blocks = (
+        Name(name.ours.replace("layers.*", "mtp.*.block"), name.theirs, name.change)
+        for name in names
+        if "*" in name.ours
+    )
+    own = {"hidden_norm": "hnorm", "embed_norm": "enorm", "norm": "shared_head.norm"}
+    norms = (Name(f"mtp.*.{ours}", f"model.layers.*.{theirs}") for ours, theirs in own.items())
+    return (*names, *blocks, *norms, Name("mtp.*.proj", "model.layers.*.eh_proj", "halves_swapped"))
+
+
 _PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _POST = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _SANDWICH = {"attn_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST}
@@ -395,6 +412,7 @@ _DEEPSEEK_V3_KEYS = (
     Key("router_scale", "routed_scaling_factor", "number"),
     Key("router_groups", "n_group", "at_least_one"),
     Key("router_top_groups", "topk_group", "at_least_one"),
+    Key("mtp_depth", "num_nextn_predict_layers"),
 )
 _GEMMA1_KEYS = (*_GEMMA_KEYS, Key("mlp", "hidden_act", "gemma_activation"))
 _HIDDEN_ACTIVATION = Key("mlp", "hidden_activation", "activation")
@@ -519,13 +537,15 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
-        names=(
-            *(name for name in _MATRICES if ".attn." not in name.ours),
-            *_LATENT_ATTENTION,
-            *_EXPERTS,
-            Name("layers.*.moe.router.bias", "model.layers.*.mlp.gate.e_score_correction_bias"),
-            *_SHARED_EXPERTS,
-            *_norms(**_PRE),
+        names=_further(
+            (
+                *(name for name in _MATRICES if ".attn." not in name.ours),
+                *_LATENT_ATTENTION,
+                *_EXPERTS,
+                Name("layers.*.moe.router.bias", "model.layers.*.mlp.gate.e_score_correction_bias"),
+                *_SHARED_EXPERTS,
+                *_norms(**_PRE),
+            )
         ),
         keys=_DEEPSEEK_V3_KEYS,
         fixed=_fixed(
@@ -548,7 +568,6 @@ FAMILIES: Mapping[str, Family] = {
             "rope_interleave": True,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
-            "num_nextn_predict_layers": 0,
         },
         must_be={
             **_EXPERT_MUST_BE,
@@ -560,9 +579,8 @@ FAMILIES: Mapping[str, Family] = {
             "topk_method": ("noaux_tc", None),
             "moe_layer_freq": (1, None),
         },
-        # The further-token layers take hidden states after the final norm, and `kforge_model.mtp` takes those before
-        # it: another function, so they are left out at both ends. The balance loss is no part of what is computed.
-        ignored=frozenset({"num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map"}),
+        # The balance loss is no part of what is computed.
+        ignored=frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "auto_map"}),
     ),
 }
 """By model_type, in the order in which `config_to_hf` tries them."""

@@ -24,20 +24,23 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None
     stored weight w means 1 + w: in bfloat16 that sum loses digits, so convert to float32 first where they matter.
     Rows of the vocabulary up to vocab_rows are zeros. The head of a tied model may be there, equal to the embedding.
     Experts may have the names of files, or those of transformers' modules (`experts`): then weights are views of them
-    too. Layers of DeepSeek-V3 that predict further tokens are left out: theirs take the hidden states after the final
-    norm, ours (`mtp`) those before it, which is another function.
+    too. Layers of DeepSeek-V3 that predict further tokens are read as far as the config has them (mtp_depth); their
+    embedding and head have to be the model's.
     Raises ValueError for names that are missing or not known, and for other shapes than the config's.
     """
     name = find_family(config) if family is None else family
-    names = _Names(name)
+    names = _Names(name, config)
     wanted = separate(_meta_state(config), config)
     pairs = {ours: names.theirs(ours) for ours in wanted}
     state = {key: tensor for key, tensor in state.items() if not re.fullmatch(BUFFERS, key)}
     if FAMILIES[name].further_layers:
-        state = _without_further_layers(state, config)
+        state = _checked_further_layers(state, config)
     state = experts.join(state, config, FAMILIES[name])
+    embed, head = names.theirs("embed.weight"), names.theirs("head.weight")
+    for copy, of in _copies(config, embed, head if head in state else embed).items():
+        _drop_copy(state, copy, of, "the layers of mtp_depth have the model's")
     if config.tie_embeddings:
-        _drop_tied(state, names.theirs("head.weight"), names.theirs("embed.weight"))
+        _drop_copy(state, head, embed, "the config ties them; set tie_embeddings = False")
     _check_names(state, pairs.values(), f"state dict of {name}")
     result = {}
     for ours, theirs in pairs.items():
@@ -53,20 +56,25 @@ def to_hf(
     """The state dict of a Transformer -> the one of Hugging Face's model of a family. The inverse of `from_hf`.
 
     A tied head is left out, and experts have the names of files, each by itself, as transformers does when it saves.
-    ``joined_experts``: they have those of transformers' modules, for its ``load_state_dict``. Raises ValueError for
-    names that are missing or not known, for other shapes than the config's, and for parts that the family has no name
-    for.
+    ``joined_experts``: they have those of transformers' modules, for its ``load_state_dict``. Layers that predict
+    further tokens (mtp_depth) are written with copies of embedding and head, as files of the hub have them;
+    transformers reads them into a model of their own.
+    Raises ValueError for names that are missing or not known, for other shapes than the config's, and for parts that
+    the family has no name for.
     """
     name = find_family(config) if family is None else family
-    names = _Names(name)
+    names = _Names(name, config)
     wanted, given = _meta_state(config), dict(state)
     if config.tie_embeddings:
-        _drop_tied(given, "head.weight", "embed.weight")
+        _drop_copy(given, "head.weight", "embed.weight", "the config ties them; set tie_embeddings = False")
     _check_names(given, wanted, "state dict")
     for ours, tensor in given.items():
         _check_shape(ours, tensor, wanted[ours].shape)
     parts = separate(given, config)
     result = {names.theirs(ours): CHANGES[names.change(ours)].to_hf(tensor, config) for ours, tensor in parts.items()}
+    embed, head = names.theirs("embed.weight"), names.theirs("head.weight")
+    for copy, of in _copies(config, embed, head if head in result else embed).items():
+        result[copy] = result[of].clone()  # safetensors refuses files in which two names share memory
     return result if joined_experts else experts.split(result, FAMILIES[name])
 
 
@@ -124,6 +132,10 @@ CHANGES: Mapping[str, Change] = {
     ),
     "rotated_heads": Change(_of_heads(_halves), _of_heads(_neighbours)),
     "rotated_key": Change(_of_key(_halves), _of_key(_neighbours)),
+    "halves_swapped": Change(
+        lambda tensor, config: torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1),
+        lambda tensor, config: torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1),
+    ),
     "gate_up": Change(
         lambda tensor, config: tensor.unflatten(1, (2, -1)),
         lambda tensor, config: tensor.flatten(1, 2),
@@ -135,10 +147,11 @@ CHANGES: Mapping[str, Change] = {
 class _Names:
     """The names of a family: of a module, its parameters' ends added, or of a parameter itself."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, config: ModelConfig) -> None:
         if family not in FAMILIES:
             raise ValueError(f"unknown Hugging Face family {family!r}; known are {', '.join(FAMILIES)}")
         self.family = family
+        self.n_layers = config.n_layers
         family_: Family = FAMILIES[family]
         self.rows = {row.ours: row for row in family_.names}
 
@@ -153,6 +166,8 @@ class _Names:
             template = f"{self.rows[owner].theirs}.{leaf}"
         else:
             raise ValueError(f"{self.family} has no name for {name}")
+        if name.startswith("mtp."):
+            indices[0] = str(self.n_layers + int(indices[0]))
         for index in indices:
             template = template.replace("*", index, 1)
         return template
@@ -178,18 +193,34 @@ def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
         return dict(Transformer(config).state_dict())
 
 
-def _without_further_layers(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The same without layers past the last one that begin with a projection of hidden state and embedding."""
-    layers = (re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", key) for key in state)
-    further = {f"model.layers.{match[1]}." for match in layers if match and int(match[1]) >= config.n_layers}
-    return {key: tensor for key, tensor in state.items() if not key.startswith(tuple(further))}
+def _checked_further_layers(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The same without layers that predict more tokens than the config has: those past its last one that begin with a
+    projection of hidden state and embedding. Raises ValueError where the config has such layers, and the state none."""
+    found = [int(match[1]) for key in state if (match := re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", key))]
+    if config.mtp_depth and not found:
+        raise ValueError(
+            f"model.mtp_depth = {config.mtp_depth}, and the state dict has no layer that predicts a further token "
+            f"(model.layers.{config.n_layers}.eh_proj.weight): transformers leaves them out when it saves. Take "
+            "dataclasses.replace(config, mtp_depth=0)"
+        )
+    further = tuple(f"model.layers.{layer}." for layer in found if layer >= config.n_layers + config.mtp_depth)
+    return {key: tensor for key, tensor in state.items() if not key.startswith(further)}
 
 
-def _drop_tied(state: dict[str, Tensor], head: str, embed: str) -> None:
-    """Take out a tied head, which must be what it is tied to."""
-    weight = state.pop(head, None)
-    if weight is not None and embed in state and not torch.equal(weight, state[embed]):
-        raise ValueError(f"{head} is not {embed}, and the config ties them; set tie_embeddings = False")
+def _copies(config: ModelConfig, embed: str, head: str) -> dict[str, str]:
+    """Names in layers that predict further tokens -> those of the model's weights that they are copies of."""
+    layers = [f"model.layers.{config.n_layers + k}" for k in range(config.mtp_depth)]
+    return {
+        **{f"{layer}.embed_tokens.weight": embed for layer in layers},
+        **{f"{layer}.shared_head.head.weight": head for layer in layers},
+    }
+
+
+def _drop_copy(state: dict[str, Tensor], copy: str, of: str, why: str) -> None:
+    """Take out a weight that must be the same as another one."""
+    weight = state.pop(copy, None)
+    if weight is not None and of in state and not torch.equal(weight, state[of]):
+        raise ValueError(f"{copy} is not {of}, and {why}")
 
 
 def _check_names(given: Iterable[str], wanted: Iterable[str], what: str) -> None:
