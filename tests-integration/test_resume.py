@@ -12,6 +12,8 @@ from kforge_testing import RankFailure, run_ranks
         pytest.param(1, {"parallel__storage": "split"}, id="1-split"),
         pytest.param(2, {}, id="2"),
         pytest.param(2, {"optim__name": "muon", "parallel__dp_replicate": 2}, id="2-muon-replicas"),
+        pytest.param(2, {"optim__name": "schedule_free"}, id="2-schedule-free"),
+        pytest.param(1, {"optim__name": "schedule_free", "parallel__storage": "split"}, id="1-schedule-free-split"),
         pytest.param(2, {"parallel__tp": 2, "parallel__precision": "fp16"}, id="2-tp-fp16"),
         pytest.param(4, {"parallel__tp": 2, "parallel__storage": "split"}, id="4-tp-split"),
     ],

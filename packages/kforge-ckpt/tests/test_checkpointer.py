@@ -7,6 +7,8 @@ import logging
 import random
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +338,53 @@ def test_restoring_draws_no_random_numbers(tmp_path: Path) -> None:
     expected = torch.rand(2), random.random()
     ckpt.restore({"rng": RngState(), "greedy": Greedy(n=1)})
     assert torch.rand(2).equal(expected[0]) and random.random() == expected[1]
+
+
+class Averaged:
+    """Keeps the average of a weight; a checkpoint has the average in the weight's place, and the weight with it."""
+
+    def __init__(self, net: nn.Linear) -> None:
+        self.net = net
+        self.held = torch.zeros_like(net.weight)
+        self.inside = 0
+
+    @contextmanager
+    def checkpoint_form(self) -> Iterator[None]:
+        self.inside += 1
+        with torch.no_grad():
+            self.held.copy_(self.net.weight)
+            self.net.weight.fill_(7.0)
+            try:
+                yield
+            finally:
+                self.net.weight.copy_(self.held)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["held"] is self.held
+
+
+def test_states_are_saved_and_restored_in_the_form_that_an_object_asks_for(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2)
+    averaged = Averaged(net)
+    weight = net.weight.detach().clone()
+    ckpt = Checkpointer(tmp_path)
+    states = {"model": net, "average": averaged}  # the model comes first, and is in that form all the same
+    assert ckpt.save(1, states)
+    assert torch.equal(net.weight, weight) and averaged.inside == 1
+    with pytest.raises(UnsupportedStateError):
+        ckpt.save(2, {**states, "bad": Box(value=object())})
+    assert torch.equal(net.weight, weight) and averaged.inside == 2
+
+    reader = nn.Linear(3, 2)
+    ckpt.restore({"model": reader})
+    assert torch.equal(reader.weight, torch.full((2, 3), 7.0))
+    fresh = nn.Linear(3, 2)
+    ckpt.restore({"model": fresh, "average": Averaged(fresh)})
+    assert torch.equal(fresh.weight, weight)
+    before = fresh.weight.detach().clone()
+    with pytest.raises(StateMismatchError):
+        ckpt.restore({"model": nn.Linear(3, 3), "average": Averaged(fresh)})
+    assert torch.equal(fresh.weight, before)

@@ -40,6 +40,18 @@ def muon(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
     return w - lr * decay * w - lr * 0.2 * math.sqrt(max(w.shape)) * x
 
 
+def schedule_free(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    """``w`` is y; z and x are remembered."""
+    s["t"] = t = s.get("t", 0) + 1
+    s["v"] = 0.95 * s.get("v", 0.0) + 0.05 * g * g
+    s["z"] = s.get("z", w) - lr * (g / (np.sqrt(s["v"] / (1 - 0.95**t)) + EPS) + decay * w)
+    s["highest"] = max(s.get("highest", 0.0), lr)
+    s["sum"] = s.get("sum", 0.0) + s["highest"] ** 2
+    share = s["highest"] ** 2 / s["sum"]
+    s["x"] = (1 - share) * s.get("x", w) + share * s["z"]
+    return 0.1 * s["z"] + 0.9 * s["x"]
+
+
 EPS = 1e-5
 """Large, so that a gradient of 0 up to rounding moves nothing."""
 
@@ -59,6 +71,7 @@ class Row:
 ALGORITHMS: dict[str, Row] = {
     "adamw": Row({"name": "adamw"}, adamw),
     "muon": Row({"name": "muon"}, muon, beside=adamw),
+    "schedule_free": Row({"name": "schedule_free"}, schedule_free),
 }
 NAMES = sorted(ALGORITHMS)
 

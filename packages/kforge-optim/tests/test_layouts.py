@@ -113,7 +113,7 @@ def _train(rank: int, world: int) -> list[tuple[str, str, list[float], dict[str,
         ]
         assert strided == (["embed.weight", "up.weight", "up.bias"] if shard * replicate > 1 and tp > 1 else [])
         for key, tensor in state.items():
-            assert key.endswith(":step") or tensor.placements == placements[key.split(":")[0]]
+            assert tensor.ndim == 0 or tensor.placements == placements[key.split(":")[0]]
         whole = {
             key: tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
             for key, tensor in {**weights, **state}.items()

@@ -18,7 +18,7 @@ from kforge_ckpt.restoring import Plan, Saved, read_meta
 from kforge_ckpt.retention import expendable
 from kforge_ckpt.safetensors import FileRecord
 from kforge_ckpt.saving import Collected, agree, collect, write, write_shared
-from kforge_ckpt.state import Json, Stateful
+from kforge_ckpt.state import Json, Stateful, enter_forms
 
 logger = logging.getLogger("kforge_ckpt")
 
@@ -103,16 +103,18 @@ class Checkpointer:
             if ranks.rank == 0:
                 logger.info("step %d is committed already in %s; it is left as it is", step, self.dir)
             return False
-        collected = ranks.all(what, lambda: collect(states, meta))
-        tree = agree(ranks, what, step, collected)
-        folder = Path(ranks.first(what, lambda: self._stage(step)))
-        try:
-            files, index = write(ranks, what, folder, collected)
-            size = ranks.first(what, lambda: self._commit(step, folder, files, index, tree, collected, ranks.world))
-        except BaseException:
-            if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+        with ExitStack() as stack:
+            ranks.all(what, lambda: enter_forms(states, stack))
+            collected = ranks.all(what, lambda: collect(states, meta))
+            tree = agree(ranks, what, step, collected)
+            folder = Path(ranks.first(what, lambda: self._stage(step)))
+            try:
+                files, index = write(ranks, what, folder, collected)
+                size = ranks.first(what, lambda: self._commit(step, folder, files, index, tree, collected, ranks.world))
+            except BaseException:
+                if ranks.rank == 0:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
         ranks.first(f"step {step} is committed, but not what follows", lambda: self._tidy(step, started, size))
         return True
 
@@ -185,6 +187,7 @@ class Checkpointer:
 
         saved = ranks.all(what, opened)
         with ExitStack() as stack:
+            ranks.all(what, lambda: enter_forms(states, stack))
             plan = ranks.all(what, lambda: Plan(saved, states, stack))
             plan.compare(ranks, what)
             ready = ranks.all(what, lambda: plan.ready(ranks))

@@ -16,7 +16,8 @@ import base64
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,11 +37,23 @@ class Stateful(Protocol):
     ``state_dict()`` gives nested dicts, lists and tuples of tensors (plain or DTensor), numbers, strings, bytes,
     booleans, None and `PerRank`. Its tensors are the live ones: restoring copies into them, in place, and then calls
     ``load_state_dict`` with the restored nesting that holds the same tensors.
+
+    An object may have a third method, ``checkpoint_form()``: a context manager that is entered before any state of a
+    save or a restore is looked at, and left when all is written or handed over. An optimizer whose averages are what
+    readers should find puts them into its model there.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def enter_forms(states: Mapping[str, Stateful], stack: ExitStack) -> None:
+    """Enter the ``checkpoint_form()`` of each object that has one; ``stack`` leaves them."""
+    for obj in states.values():
+        form = getattr(obj, "checkpoint_form", None)
+        if form is not None:
+            stack.enter_context(form())
 
 
 @dataclass(frozen=True)

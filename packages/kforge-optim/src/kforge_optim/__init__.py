@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kforge_optim.optimizer import Optimizer as Optimizer
     from kforge_optim.optimizer import build_optimizer as build_optimizer
     from kforge_optim.scaler import LossScaler as LossScaler
+    from kforge_optim.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
     from kforge_optim.schedules import build_schedule as build_schedule
     from kforge_optim.schedules import constant as constant
     from kforge_optim.schedules import cosine as cosine
@@ -50,6 +51,7 @@ _HOME = {
     "OptimConfig": "config",
     "Optimizer": "optimizer",
     "Rates": "algorithm",
+    "ScheduleFreeAdamW": "schedule_free",
     "Slot": "algorithm",
     "build_groups": "groups",
     "build_optimizer": "optimizer",

@@ -14,6 +14,11 @@ def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(targets), factor)
 
 
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``target.copy_(source)`` for each pair, in few launches. Stands in for that loop."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each, accumulated in ``dtype``, in one launch. Stands in for a loop over
     ``torch.linalg.vector_norm``; the public ``torch.nn.utils.get_total_norm`` accumulates bfloat16 in bfloat16."""

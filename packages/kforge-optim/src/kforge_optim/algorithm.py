@@ -42,7 +42,11 @@ class Rates:
 
 
 class Algorithm(Protocol):
-    """An update rule. It holds hyperparameters only; what it remembers lies in the slots."""
+    """An update rule. It holds hyperparameters only; what it remembers lies in the slots.
+
+    One that trains other weights than those to evaluate has ``evaluation_weight(slot) -> Tensor`` too: this rank's part
+    of the latter, at full precision, a new tensor; nothing in the slot is changed.
+    """
 
     @property
     def matrices_only(self) -> bool:

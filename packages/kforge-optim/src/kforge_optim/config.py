@@ -16,7 +16,9 @@ class OptimConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     name: str = "adamw"
-    """Which optimizer: adamw or muon. Muon takes the hidden matrices; AdamW the embeddings, head, norms and biases."""
+    """Which optimizer: adamw, muon or schedule_free. Muon takes the hidden matrices; AdamW the embeddings, head, norms
+    and biases. schedule_free (Schedule-Free AdamW) evaluates and saves an average of weights, and wants no descent of
+    the rate: set schedule = constant."""
     lr: float = 3e-4
     """Peak learning rate."""
     adamw_lr: float | None = None
@@ -24,7 +26,8 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices. Norms, biases and embeddings get none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment."""
+    """Decay rates of AdamW's first and second moment. Under schedule_free the first is the share of the average in the
+    weights that gradients are taken at."""
     eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
     muon_momentum: float = 0.95

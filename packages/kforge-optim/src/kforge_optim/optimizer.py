@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from kforge_optim import adamw as _adamw  # noqa: F401  (registers itself)
 from kforge_optim import muon as _muon  # noqa: F401  (registers itself)
+from kforge_optim import schedule_free as _schedule_free  # noqa: F401  (registers itself)
 from kforge_optim import split
 from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Rates, Slot
 from kforge_optim.config import OptimConfig
@@ -23,7 +24,7 @@ from kforge_optim.schedules import (
     build_schedule,
     build_weight_decay_schedule,
 )
-from kforge_optim.sharding import copy_into, local, local_part
+from kforge_optim.sharding import copy_into, drop_gathered, local, local_part
 
 Storage = Literal["fp32", "split"]
 
@@ -44,15 +45,19 @@ class Optimizer:
         storage: Storage = "fp32",
         momentum_schedules: Mapping[str, Schedule] | None = None,
         weight_decay_schedule: Schedule | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         """momentum_schedules: name of an algorithm -> its momentum at a step; one that is not there keeps its own.
-        weight_decay_schedule: factor of every group's decay at a step; None: 1."""
+        weight_decay_schedule: factor of every group's decay at a step; None: 1.
+        model: whose weights these are, where FSDP may have gathered some of them; None: it has not."""
         if storage not in ("fp32", "split"):
             raise ValueError(f"storage = {storage!r} must be fp32 or split")
         check_owned_once(groups)
         self.storage = storage
         self.groups = list(groups)
         self.schedule_step = 0
+        self._held: dict[str, Tensor] | None = None  # the trained weights, while averaged ones are in their place
+        self._model = model
         self._algorithms = dict(algorithms)
         self._schedule = schedule
         self._momentum_schedules = dict(momentum_schedules or {})
@@ -96,8 +101,13 @@ class Optimizer:
             even if gradients are inf or NaN. None: 1.
 
         Both are read on the device; the host does not wait. The schedule advances either way. ``.grad`` is used up:
-        it may hold scaled values afterwards. Every rank must call it.
+        it may hold scaled values afterwards. Every rank must call it. Raises RuntimeError within `evaluation_weights`
+        that holds averages: there the gradients are those of other weights.
         """
+        if self._held:
+            raise RuntimeError(
+                "a step within evaluation_weights(): leave it first, so that the trained weights are back"
+            )
         self.init_state()
         rates = self.rates()
         self.schedule_step += 1
@@ -167,21 +177,34 @@ class Optimizer:
         """``{"state": {parameter name: {"exp_avg": tensor, …}}, "schedule_step": int}``.
 
         The tensors are the live ones (DTensors keep their placement), allocated first if need be. Under split storage
-        each bfloat16 parameter has a ``remainder``, int16, beside what its algorithm keeps.
+        each bfloat16 parameter has a ``remainder``, int16, beside what its algorithm keeps. Where the model holds an
+        average, within `evaluation_weights`, ``trained`` is the weight at full precision that training goes on from.
         """
         self.init_state()
         return {
-            "state": {slot.name: _kept(slot) for slot in self._all_slots()},
+            "state": {slot.name: self._kept(slot) for slot in self._all_slots()},
             "schedule_step": self.schedule_step,
         }
+
+    def _kept(self, slot: Slot) -> dict[str, Tensor]:
+        """What a checkpoint holds of a slot, by kind."""
+        kept = dict(slot.state)
+        if slot.remainder is not None:
+            kept["remainder"] = slot.remainder
+        if self._held and slot.name in self._held:
+            kept["trained"] = self._held[slot.name]
+        return kept
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a saved state into this one's tensors, in place, whatever the layout it was saved from.
 
-        Tensors are whole ones or DTensors on any mesh. Raises ValueError, before anything is changed, when parameter
-        names, kinds of state or shapes differ, and when one was saved under split storage and this is not, or the
-        reverse: the weights are in other parts then.
+        Tensors are whole ones or DTensors on any mesh. Load the model first: a state that was taken within
+        `evaluation_weights`, as checkpoints are, holds the trained weights too, and they go into the model.
+
+        Raises ValueError, before anything is changed, when parameter names, kinds of state or shapes differ, and when
+        one was saved under split storage and this is not, or the reverse: the weights are in other parts then. Raises
+        RuntimeError within `evaluation_weights` for a state that was not taken there.
         """
         self.init_state()
         saved: Mapping[str, Mapping[str, Tensor]] = state_dict["state"]
@@ -190,7 +213,13 @@ class Optimizer:
         if missing or unknown:
             raise ValueError(f"the saved optimizer state lacks parameters {missing} and has unknown ones {unknown}")
         for name, slot in slots.items():
-            kept = _kept(slot)
+            kept = self._kept(slot)
+            if "trained" in kept and "trained" not in saved[name]:
+                raise RuntimeError(
+                    f"the saved state lacks the trained {name!r}; load it outside of evaluation_weights()"
+                )
+            if "trained" in saved[name]:
+                kept["trained"] = slot.parameter
             if ("remainder" in saved[name]) != ("remainder" in kept):
                 was, now = ("split", "fp32") if "remainder" in saved[name] else ("fp32", "split")
                 raise ValueError(
@@ -207,17 +236,79 @@ class Optimizer:
                     shapes = f"{tuple(saved[name][kind].shape)}, here it is {tuple(tensor.shape)}"
                     raise ValueError(f"the saved {kind} of {name!r} has shape {shapes}; was the model changed?")
         for name, slot in slots.items():
-            for kind, tensor in _kept(slot).items():
+            kept = self._kept(slot)
+            for kind, tensor in kept.items():
                 copy_into(tensor, saved[name][kind])
+            if "trained" in saved[name] and "trained" not in kept:
+                self._write(slot, local_part(saved[name]["trained"], slot.parameter))
         self.schedule_step = int(state_dict["schedule_step"])
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Within it the model holds the weights to evaluate and to save. AdamW and Muon keep no others: a no-op.
+        """Within it the model holds the weights to evaluate and to export: averages, where the optimizer has them.
 
-        May be entered again while entered.
+        They are swapped in place, as are the halves of split weights, so that `full_weight` gives averages too. On
+        leaving, also by an exception, the trained weights are back bit for bit; meanwhile they take the room of a
+        second copy of the weights. May be entered again while entered. AdamW and Muon keep no averages: a no-op.
         """
-        yield
+        with self._averages_shown(True):
+            yield
+
+    @contextmanager
+    def checkpoint_form(self) -> Iterator[None]:
+        """Within it model and optimizer hold what a checkpoint of both is made of: kforge-ckpt's Checkpointer enters it
+        to save and to restore. The model's part are the weights of `evaluation_weights`, so that whoever reads it gets
+        those; the optimizer's has the trained ones."""
+        with self._averages_shown(True):
+            yield
+
+    @contextmanager
+    def _averages_shown(self, shown: bool) -> Iterator[None]:
+        before = self._held is not None
+        self._show(shown)
+        try:
+            yield
+        finally:
+            self._show(before)
+
+    @torch.no_grad()
+    def _show(self, averages: bool) -> None:
+        """Swap the averages in, or the trained weights back in; nothing where they are in already."""
+        if averages and self._held is None:
+            self._held = {}
+            try:
+                for slot, average in self._averages():
+                    split_ = slot.remainder is not None
+                    self._held[slot.name] = split.full_weight(slot) if split_ else slot.parameter.detach().clone()
+                    self._write(slot, average)
+            except BaseException:
+                self._show(False)
+                raise
+        elif not averages and self._held is not None:
+            for slot in self._all_slots():
+                if slot.name in self._held:
+                    self._write(slot, local(self._held[slot.name]))
+            self._held = None
+        else:
+            return
+        if self._model is not None:
+            drop_gathered(self._model)
+
+    def _averages(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Slots whose algorithm has an ``evaluation_weight``, in any storage, and that: this rank's part of it."""
+        for group in self.groups:
+            average = getattr(self._algorithms[group.algorithm], "evaluation_weight", None)
+            if average is not None:
+                self.init_state()
+                for slot in self._slots[group.name]:
+                    yield slot, average(split.whole(slot))
+
+    def _write(self, slot: Slot, full: Tensor) -> None:
+        """This rank's part of a weight at full precision into the parameter, or into its two halves."""
+        if slot.remainder is None:
+            local(slot.parameter).copy_(full)
+        else:
+            split.store(slot, full)
 
     def full_weight(self, name: str) -> Tensor:
         """The weight called ``name`` at full precision, detached, with the placement of the parameter.
@@ -238,8 +329,11 @@ class Optimizer:
 
         Under split storage this is how a model gets initial values at full precision, parameter by parameter: the
         bfloat16 parameters alone have lost what lies below. Raises KeyError for an unknown name and ValueError for
-        another shape, and under split storage for a value that is not float32.
+        another shape, and under split storage for a value that is not float32; RuntimeError within
+        `evaluation_weights` that holds averages.
         """
+        if self._held:
+            raise RuntimeError(f"{name!r} is an average now, and lost on leaving evaluation_weights(); leave it first")
         slot = self._slot(name)
         self._allocate_remainder(slot)
         if slot.remainder is None:
@@ -260,11 +354,6 @@ class Optimizer:
             missing.discard(name)
         if missing:
             raise ValueError(f"no value was given for the weights {sorted(missing)}")
-
-
-def _kept(slot: Slot) -> dict[str, Tensor]:
-    """What a checkpoint holds of a slot, by kind."""
-    return dict(slot.state) if slot.remainder is None else {**slot.state, "remainder": slot.remainder}
 
 
 def _scalar(what: str, value: Tensor | None) -> Tensor | None:
@@ -303,4 +392,5 @@ def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int, *, 
         storage=storage,
         momentum_schedules=None if momentum is None else {config.name: momentum},
         weight_decay_schedule=build_weight_decay_schedule(config, total_steps),
+        model=model,
     )

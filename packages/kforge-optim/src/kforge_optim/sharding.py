@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
@@ -116,3 +117,11 @@ def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy the values of ``source`` into ``target``, in place, whatever the layout of either; see `local_part`."""
     if target is not source:
         local(target).copy_(local_part(source, target))
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Let go of weights that FSDP2 has gathered and kept, as it does with a root module's after a forward without a
+    backward: after a change of the shards they are old. Nothing is sent."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

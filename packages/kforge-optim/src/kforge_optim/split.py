@@ -66,15 +66,23 @@ def store(slot: Slot, full: Tensor) -> None:
     local(slot.remainder).copy_(low)
 
 
+def whole(slot: Slot) -> Slot:
+    """A slot of the weight at full precision, without a gradient, and with the very state of ``slot``; ``slot`` itself
+    where it is not split."""
+    if slot.remainder is None:
+        return slot
+    return Slot(slot.name, nn.Parameter(full_weight(slot), requires_grad=False), slot.state, fused=slot.fused)
+
+
 def widened(slot: Slot) -> Slot:
-    """A slot of the float32 weight, with the gradient in float32, and the very state of ``slot``.
+    """`whole` of a split slot, with the gradient in float32.
 
     A bfloat16 gradient is exact in float32; one that is float32 already stays as it is.
     """
-    parameter = nn.Parameter(full_weight(slot), requires_grad=False)
+    wide = whole(slot)
     if slot.parameter.grad is not None:
-        parameter.grad = like_layout(local_gradient(slot.parameter).to(torch.float32), slot.parameter)
-    return Slot(slot.name, parameter, slot.state, fused=slot.fused)
+        wide.parameter.grad = like_layout(local_gradient(slot.parameter).to(torch.float32), slot.parameter)
+    return wide
 
 
 def batches(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
