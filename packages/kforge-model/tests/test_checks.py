@@ -56,6 +56,13 @@ def test_experts_that_cannot_be(changes: dict[str, Any], words: str) -> None:
         ModelConfig(**{**SIZES, **changes})
 
 
+@pytest.mark.parametrize("pattern", ["F", "FFW"])
+def test_a_window_of_no_layer_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match=f"window_pattern = '{pattern}' gives the window of 4 tokens to none of the 2"):
+        ModelConfig(n_layers=2, window=4, window_pattern=pattern)
+    assert ModelConfig(n_layers=2, mtp_depth=1, window=4, window_pattern="FFW").window_of(2) == 4
+
+
 OTHER: dict[str, Any] = {
     "moe_pattern": "DM",
     "moe_top_k": 1,

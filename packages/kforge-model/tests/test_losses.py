@@ -134,10 +134,9 @@ def test_nothing_scored_is_zero_with_zero_gradients(
     hidden, weight, labels, _ = case(dtype)
     loss, nll = loss_of(hidden, weight, torch.full_like(labels, -100), scale, **options)
     assert loss == 0 and not nll.any()
-    if scale == 1:
-        loss.backward()
-        assert hidden.grad is not None and not hidden.grad.any()
-        assert weight.grad is not None and not weight.grad.any()
+    loss.backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
 
 
 def test_unscored_tokens_add_nothing_to_the_z_loss(loss_of: Loss) -> None:
@@ -257,12 +256,25 @@ def test_user_errors(loss_of: Loss) -> None:
     with pytest.raises(ValueError, match=r"label_smoothing = 1.0 must lie in \[0, 1\)"):
         loss_of(hidden, weight, labels, 1.0, label_smoothing=1.0)
     for name in ("softcap", "z_loss"):
-        for value in (-1.0, float("nan")):
-            with pytest.raises(ValueError, match=f"{name} = .* must not be negative"):
+        for value in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=f"{name} = .* must be finite and not negative"):
                 loss_of(hidden, weight, labels, 1.0, **{name: value})
     for name in ("vocab_size", "chunk_tokens"):
         with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
             LossOptions(**{name: 0})
+        with pytest.raises(ValueError, match=rf"{name} = 2\.5 must be a whole number"):
+            LossOptions(**{name: 2.5})
+    for wrong in (hidden[..., :5], weight[None], weight[0]):
+        pair = (wrong, weight) if wrong.shape[-1] == 5 else (hidden, wrong)
+        with pytest.raises(ValueError, match=r"do not fit: they are \[..., D\] and \[rows, D\]"):
+            loss_of(*pair, labels, 1.0)
+    with pytest.raises(ValueError, match=r"hidden states in torch\.int64 have no logits"):
+        loss_of(hidden.long(), weight.long(), labels, 1.0)
+    for dtype in (torch.float32, torch.int16, torch.bool):
+        with pytest.raises(ValueError, match=f"labels came as {dtype}, and must be int64"):
+            loss_of(hidden, weight, labels.to(dtype), 1.0)
+    with pytest.raises(ValueError, match=r"scale came as torch\.bool; give a weight in float32"):
+        loss_of(hidden, weight, labels, labels >= 0)
 
 
 def on_ranks(rank: int, world: int, rows: int, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
@@ -327,14 +339,89 @@ def test_mistakes_on_a_cut_vocabulary_are_seen() -> None:
     run_ranks(on_ranks_by_mistake, 2)
 
 
-def test_a_label_that_is_padding_is_seen(loss_of: Loss) -> None:
+@pytest.mark.parametrize("wrong", [9, 11, -1, -99, 2**40])
+@pytest.mark.parametrize("options", [OPTIONS["padding"], OPTIONS["all"]], ids=["padding", "all"])
+def test_a_label_that_is_no_token_is_told(loss_of: Loss, options: dict[str, Any], wrong: int) -> None:
+    """Those between vocab_size and the head's rows, too: their nll has once been infinite."""
     hidden, weight, labels, _ = case(torch.float64)
-    labels[0, 0] = 9
-    try:
-        loss, _ = loss_of(hidden, weight, labels, 1.0, vocab_size=8)
-    except (IndexError, RuntimeError):
-        return
-    assert not loss.isfinite()
+    labels[1, 2] = wrong
+    with pytest.raises(ValueError, match=rf"labels hold {wrong}, which is no token: .* in 0 \.\. 7, or -100"):
+        loss_of(hidden, weight, labels, 1.0, **options)
+
+
+def test_labels_in_32_bits_and_a_scale_of_another_kind_are_the_same(loss_of: Loss) -> None:
+    hidden, weight, labels, _ = case(torch.float64)
+    right = reference(hidden, weight, labels, 2.0, **OPTIONS["all"])
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    for given in (2, torch.tensor(2), torch.tensor(2, dtype=torch.int32), scale.float(), scale):
+        loss, nll = loss_of(hidden, weight, labels.int(), given, **OPTIONS["all"])
+        assert loss.dtype == torch.float64 and close(loss, right[0], 1e-13) and close(nll, right[1], 1e-13)
+
+
+def test_a_scale_elsewhere_is_brought_to_the_hidden_states(loss_of: Loss) -> None:
+    hidden, weight, labels, _ = (t.to("meta") for t in case(torch.float32))
+    loss, nll = loss_of(hidden, weight, labels, torch.tensor(0.1))
+    assert loss.device.type == nll.device.type == "meta"
+
+
+def test_one_token_without_a_dimension_of_tokens(loss_of: Loss) -> None:
+    hidden, weight, _, _ = case(torch.float64)
+    label = torch.tensor(3)
+    loss, nll = loss_of(hidden[0, 0], weight, label, 0.5, **OPTIONS["all"])
+    right = reference(hidden[:1, 0], weight, label[None], 0.5, **OPTIONS["all"])
+    assert nll.shape == () and close(loss, right[0], 1e-13) and close(nll, right[1], 1e-13)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_no_token_at_all(loss_of: Loss, shape: tuple[int, int]) -> None:
+    _, weight, _, _ = case(torch.float64)
+    hidden = torch.randn(*shape, 6, dtype=torch.float64, requires_grad=True)
+    loss, nll = loss_of(hidden, weight, torch.zeros(shape, dtype=torch.int64), 1.0, **OPTIONS["all"])
+    loss.backward()
+    assert loss == 0 and nll.shape == shape and weight.grad is not None and not weight.grad.any()
+
+
+def test_strides_do_not_matter(loss_of: Loss) -> None:
+    hidden, weight, labels, scales = case(torch.float64)
+    right = reference(hidden, weight, labels, scales, **OPTIONS["all"])
+    turned = hidden.detach().transpose(0, 1).contiguous().requires_grad_()
+    apart = weight.detach().t().contiguous().requires_grad_()
+    across = labels.t().contiguous().t(), scales.t().contiguous().t()
+    loss, nll = loss_of(turned.transpose(0, 1), apart.t(), *across, **OPTIONS["all"])
+    loss.backward()
+    assert turned.grad is not None and apart.grad is not None
+    found = (loss, nll, turned.grad.transpose(0, 1), apart.grad.t())
+    assert all(close(got, should, 1e-13) for got, should in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_infinite_scale_where_nothing_is_scored_reaches_no_gradient(loss_of: Loss, options: dict[str, Any]) -> None:
+    """A row without labels has a weight of 1 / 0; the other rows' gradients are theirs."""
+    hidden, weight, labels, scales = case(torch.float64)
+    labels[0] = -100
+    right = reference(hidden, weight, labels, scales, **options)
+    scales[0] = torch.inf
+    loss, nll = loss_of(hidden, weight, labels, scales, **options)
+    found = (loss, nll, *torch.autograd.grad(loss, (hidden, weight)))
+    assert all(close(got, should, 1e-13) for got, should in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_autocast_casts_the_factors_and_nothing_else(loss_of: Loss, options: dict[str, Any]) -> None:
+    hidden, weight, labels, scales = case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, nll = loss_of(hidden, weight, labels, scales, **options)
+    assert loss.dtype == nll.dtype == torch.float32
+    narrow = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
+    alone, nll_alone = loss_of(*narrow, labels, scales, **options)
+    assert torch.equal(loss, alone) and torch.equal(nll, nll_alone)
+    grads, right = torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(alone, narrow)
+    for got, should in zip(grads, right, strict=True):
+        assert got.dtype == torch.float32 and torch.equal(got, should.float())
+    double = hidden.detach().double(), weight.detach().double()
+    with torch.autocast("cpu", torch.bfloat16):
+        wide, _ = loss_of(*double, labels, scales.double(), **options)
+    assert close(wide, reference(*double, labels, scales.double(), **options)[0], 1e-13)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

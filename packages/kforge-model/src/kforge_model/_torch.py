@@ -73,3 +73,11 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, *, begun: bool = True) -> 
         total.add_(a @ b)
     else:
         total.copy_(a @ b)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether torch.func (vmap, grad, …) has wrapped the tensor, so that it has no values of its own.
+
+    Stands in for a public question; torch's own code asks ``torch._C._functorch``.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -193,6 +193,12 @@ def _check_window(config: ModelConfig) -> None:
             f"model.window_pattern = {config.window_pattern!r}, but model.window is not set; say how many tokens a "
             "windowed layer sees"
         )
+    layers = range(config.n_layers + config.mtp_depth)
+    if config.window is not None and all(config.window_of(layer) is None for layer in layers):
+        raise ValueError(
+            f"model.window_pattern = {config.window_pattern!r} gives the window of {config.window} tokens to none of "
+            f"the {len(layers)} layers; put a W among its first letters, or leave window and window_pattern out"
+        )
     if config.rope_theta_window is not None and config.window is None:
         raise ValueError(
             f"model.rope_theta_window = {config.rope_theta_window} is for windowed layers, and model.window is not set"

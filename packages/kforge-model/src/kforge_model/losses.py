@@ -31,11 +31,13 @@ all of them takes in backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kforge_model._torch import add_product_
+from kforge_model.inputs import INDEX_DTYPES, check_indices
 from kforge_model.registry import LOSSES
 
 IGNORE = -100
@@ -78,9 +81,11 @@ class LossOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
+            if value is not None and not isinstance(value, Integral):
+                raise ValueError(f"{name} = {value} must be a whole number")
         for name in ("softcap", "z_loss", "vocab_start"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative; 0 is without it")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)} must be finite and not negative; 0 is without it")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing = {self.label_smoothing} must lie in [0, 1)")
         if self.group is None and self.vocab_start:
@@ -105,15 +110,17 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of ``hidden @ weight.T`` against labels, ``chunk_tokens`` tokens at a time.
 
-    hidden [..., D] and weight [R,D] of one floating dtype; labels [...] int64, -100 where not scored; scale a float,
-    a 0-dim tensor, or a tensor of the labels' shape (a weight a token), of float32 or wider and a constant to
+    hidden [..., D] and weight [R,D] of one floating dtype; labels [...] int64 (or int32), -100 where not scored; scale
+    a float, a 0-dim tensor, or a tensor of the labels' shape (a weight a token), of float32 or wider and a constant to
     autograd; usually 1 / scored tokens of the whole global batch. vocab_size: tokens of the whole vocabulary; rows
     beyond it are padding, with probability 0 and gradient 0. None: every row is a token. softcap, label_smoothing,
     z_loss: see ``LossOptions`` and the formulas of this module.
 
     With ``group``, weight is the rows of this rank's part of the vocabulary, which begins with ``vocab_start``; the
     hidden states, labels and results are alike on all its ranks, and the gradient of ``hidden`` is this rank's addend.
-    A label that is no token then gives nll = NaN if vocab_size is given, where one process would give an index error.
+    A label that is no token then gives nll = NaN if vocab_size is given.
+
+    Under torch.autocast both factors are cast as torch's own linear casts them.
 
     Returns (loss, nll): the scalar Σ scale * (nll, with smoothing and z-loss) over scored tokens, and the plain nll
     [...] detached, in nats, 0 where not scored; both float32 (float64 for float64 inputs). Products run in the inputs'
@@ -121,8 +128,9 @@ def linear_cross_entropy(
     and rounded to the weight's dtype once. Where nothing is scored the loss is 0 and so are all gradients.
     Differentiable once. Without grad mode no gradient is made.
 
-    Raises ValueError on shapes, dtypes or options that do not fit, and on a half-precision scale: 1 / 4,000,000 in
-    bf16 is off by up to 0.4 %, and so would be every gradient.
+    Raises ValueError on shapes, dtypes or options that do not fit, on labels that are no tokens (on the CPU, where they
+    can be read; on CUDA their nll is NaN), and on a half-precision scale: 1 / 4,000,000 in bf16 is off by up to 0.4 %,
+    and so would be every gradient.
     """
     options = LossOptions(
         vocab_size=vocab_size,
@@ -169,9 +177,12 @@ def cross_entropy(
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, *, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    scale = _checked(hidden, weight, labels, scale, options)
+    if (dtype := _autocast_dtype(hidden)) is not None:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return _linear_cross_entropy(hidden.to(dtype), weight.to(dtype), labels, scale, options=options)
+    labels, scale = _checked(hidden, weight, labels, scale, options)
     loss, nll = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2),
+        hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.flatten(),
         scale.flatten() if scale.ndim else scale,
@@ -185,22 +196,45 @@ def _linear_cross_entropy(
 def _cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, *, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    scale = _checked(hidden, weight, labels, scale, options)
+    if (dtype := _autocast_dtype(hidden)) is not None:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return _cross_entropy(hidden.to(dtype), weight.to(dtype), labels, scale, options=options)
+    labels, scale = _checked(hidden, weight, labels, scale, options)
+    scored = labels != IGNORE
+    scale = scale.where(scored, 0)  # 1 / 0 where nothing is scored: times a gradient of 0 it would be NaN
     z = softcapped(all_logits(hidden, weight, options).to(scale.dtype), options.softcap)
     log_p = z.log_softmax(-1)
-    nll = F.nll_loss(log_p.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORE).view(labels.shape)
+    flat = log_p.reshape(-1, log_p.shape[-1])
+    nll = F.nll_loss(flat, labels.flatten(), reduction="none", ignore_index=IGNORE).view(labels.shape)
     each = nll
     if options.label_smoothing:
         each = (1 - options.label_smoothing) * nll - options.label_smoothing * log_p.mean(-1)
     if options.z_loss:
         each = each + options.z_loss * z.logsumexp(-1).square()
-    return (each * scale).where(labels != IGNORE, 0).sum(), nll.detach()
+    return (each * scale).sum(), nll.detach()
 
 
-def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, options: LossOptions) -> Tensor:
-    """The scale as a tensor of float32 or wider, after a look at what goes with what."""
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """What torch.autocast casts the factors of a product to here; None: it is off, or leaves them as they are."""
+    kind = hidden.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    return None if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+
+
+def _checked(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | float, options: LossOptions
+) -> tuple[Tensor, Tensor]:
+    """The labels as int64 and the scale as a tensor of float32 or wider, after a look at what goes with what."""
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}")
+    if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden states {tuple(hidden.shape)} and a head {tuple(weight.shape)} do not fit: they are [..., D] and "
+            "[rows, D]"
+        )
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden states in {hidden.dtype} have no logits; they must be of a floating dtype")
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden states in {hidden.dtype} and a head in {weight.dtype}; cast one to the other's dtype")
     if options.vocab_size is None:
@@ -208,9 +242,16 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | flo
             raise ValueError("label_smoothing over a group wants vocab_size: a rank sees the rows of its own part only")
     elif options.group is None and options.vocab_size > weight.shape[0]:
         raise ValueError(f"vocab_size = {options.vocab_size} is more than the head's {weight.shape[0]} rows")
+    if options.group is None:
+        check_indices("labels", labels, options.vocab_size or weight.shape[0], IGNORE)
+    elif labels.dtype not in INDEX_DTYPES:
+        raise ValueError(f"labels came as {labels.dtype}, and must be int64 (or int32)")
+    labels = labels.to(torch.int64)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if not isinstance(scale, Tensor):
-        return torch.full((), scale, dtype=wide, device=hidden.device)
+        return labels, torch.full((), scale, dtype=wide, device=hidden.device)
+    if scale.dtype in (torch.bool, torch.int8, torch.uint8, torch.int16):
+        raise ValueError(f"scale came as {scale.dtype}; give a weight in float32, such as scale.float()")
     if scale.dtype.itemsize < 4:
         raise ValueError(
             f"scale came as {scale.dtype}, which rounds it by up to 0.4 %; was it cast on the way? "
@@ -220,7 +261,7 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | flo
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} must be one number, or one a label, of shape {tuple(labels.shape)}"
         )
-    return scale.to(wide)
+    return labels, scale.to(device=hidden.device, dtype=wide, non_blocking=True)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

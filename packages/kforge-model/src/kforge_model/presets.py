@@ -59,10 +59,13 @@ def depth_values(depth: int, vocab_size: int = 32_768) -> Values:
         "mlp": "relu2",
         "qk_norm": "per_head",
         "logit_softcap": 15.0,
-        "window": 1024,
-        # Letter by letter where the pattern would not end on a full layer.
-        "window_pattern": "WWWF" if depth % 4 == 0 else ("WWWF" * depth)[: depth - 1] + "F",
+        **(_windows(depth) if depth > 1 else {}),
     }
+
+
+def _windows(depth: int) -> Values:
+    # Letter by letter where the pattern would not end on a full layer.
+    return {"window": 1024, "window_pattern": "WWWF" if depth % 4 == 0 else ("WWWF" * depth)[: depth - 1] + "F"}
 
 
 def _size(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **other: Any) -> Values:
