@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kforge_model import Routing
+
 
 class Bilinear(nn.Module):
     options = ("power",)
@@ -63,6 +65,27 @@ class Sharper(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=True)
 
 
+class Cosine(nn.Module):
+    """Experts by the angle between a token and each of them."""
+
+    options = {"sharpness": 4.0}
+    init = {"weight": "matrix", "bias": "zeros"}
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.moe_top_k
+        self.sharpness = config.options.get("sharpness", 4.0)
+        self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
+        self.register_buffer("bias", torch.zeros(config.n_experts))
+
+    def forward(self, x):
+        x, w = (F.normalize(y.to(torch.promote_types(y.dtype, torch.float32)), dim=-1) for y in (x, self.weight))
+        logits = self.sharpness * x @ w.T
+        scores = logits.softmax(-1)
+        ids = (scores.detach() + self.bias).topk(self.top_k).indices
+        return Routing(ids, scores.gather(1, ids), scores, logits)
+
+
 def focal(hidden, weight, labels, scale, *, options):
     """Tokens that are sure already count less."""
     logits = hidden @ weight.t()
@@ -97,6 +120,8 @@ bilinear = own_parts:Bilinear
 unit = own_parts:Unit
 [kforge.attention_cores]
 sharper = own_parts:Sharper
+[kforge.routers]
+cosine = own_parts:Cosine
 [kforge.losses]
 focal = own_parts:focal
 """
@@ -155,6 +180,23 @@ def test_a_loss_and_a_model_are_trained(tokens, tmp_path, package):
     assert f"{trained:.4f} nats/token" in typed(package, [*KFORGE, "eval", tmp_path / "kind"])
     said = typed(package, [*KFORGE, "generate", tmp_path / "kind", "--prompt", "x"], code=2)
     assert "model.kind = 'bigram' is no Transformer" in said
+
+
+def test_a_router_is_trained_alike_over_experts_and_rows(tokens, tmp_path, package):
+    """Its own option, its bias moved by the load, its experts dealt out over ranks that share rows."""
+    own = ("--model.router", "cosine", "--model.n_experts", 4, "--model.balance_loss", 0.1, "--model.router_bias")
+    options = ("--model.options", '{"sharpness": 8.0}', "--parallel.precision", "fp64")
+    alone, cut, other = tmp_path / "alone", tmp_path / "cut", tmp_path / "other"
+    typed(package, [*KFORGE, *job(tokens, alone, *own, *options)])
+    over = ("--parallel.ep", 2, "--parallel.tp", 2, "--parallel.dp_shard", 1)
+    typed(package, [*TORCHRUN, *job(tokens, cut, *own, *options, *over)])
+    losses = values(alone, "loss")
+    assert losses[12] < losses[1] - 0.3
+    for name in ("loss", "moe/1/load_max", "moe/1/entropy", "moe/1/bias_range"):
+        assert values(cut, name) == pytest.approx(values(alone, name), rel=1e-9), name
+    assert values(alone, "moe/1/bias_range")[12] > 0
+    typed(package, [*KFORGE, *job(tokens, other, *own, *options[2:], "--train.steps", 2, "--optim.warmup_steps", 1)])
+    assert values(other, "loss")[1] != losses[1]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def microbatch(part, packed):
     batch |= {"cu_seqlens": None, "max_seqlen": TOKENS}
     if packed:
         ends = np.concatenate([[0], *(row[4] for row in part)]).cumsum()
-        ends = np.concatenate([ends, np.full(3, ends[-1])])
+        ends = np.concatenate([ends, np.full(6 * len(part) + 1 - len(ends), ends[-1])])  # of one length, as loaders do
         batch |= {"doc_ids": documents, "cu_seqlens": torch.from_numpy(ends).to(torch.int32)}
     return batch
 

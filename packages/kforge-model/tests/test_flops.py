@@ -160,7 +160,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("lengths", [1024, 8192, (1000, 24, 5000, 2168)], ids=["1k", "8k", "packed"])
-def test_utilisation_of_moe_models_is_not_overstated(tied: bool, lengths: int | tuple[int, ...]) -> None:
+def test_c35_utilisation_of_moe_models_is_not_overstated(tied: bool, lengths: int | tuple[int, ...]) -> None:
     """Of 8 experts of a dense model's size, top 2 and one shared cost three times its feed-forward half, and not nine;
     the head is counted, the look-up is not."""
     sizes = {"vocab_size": 32_000, "dim": 512, "n_layers": 6, "n_heads": 8, "ffn_dim": 1536, "tie_embeddings": tied}
@@ -179,7 +179,7 @@ def test_utilisation_of_moe_models_is_not_overstated(tied: bool, lengths: int | 
     assert every is not None and active is not None and every - active == 6 * 6 * 3 * 512 * 1536
 
 
-def test_what_experts_compute_again_is_not_counted() -> None:
+def test_c35_what_experts_compute_again_is_not_counted() -> None:
     from torch.utils.checkpoint import checkpoint
 
     config = CONFIGS["experts-shared"]

@@ -14,7 +14,7 @@ from kforge_train.resolve import preset_names, resolve_config
 
 
 def test_the_presets_are_those_promised() -> None:
-    assert {"tiny", "quickstart", "llama3-1b", "llama3-8b"} <= set(preset_names())
+    assert {"tiny", "quickstart", "llama3-1b", "llama3-8b", "moe-9b-a3b"} <= set(preset_names())
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -48,10 +48,11 @@ def test_sizes() -> None:
 
     assert millions("llama3-1b") == pytest.approx(1235.8, abs=0.1)  # Llama 3.2 1B: 1,235,814,400
     assert millions("llama3-8b") == pytest.approx(8030.3, abs=0.1)  # Llama 3 8B: 8,030,261,248
+    assert millions("moe-9b-a3b") == pytest.approx(9233.2, abs=0.1)
     assert 1 <= millions("quickstart") <= 2
     assert millions("tiny") < 0.5
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama3-1b", "llama3-8b"])
+@pytest.mark.parametrize("name", ["tiny", "llama3-1b", "llama3-8b", "moe-9b-a3b"])
 def test_sizes_of_a_model_that_has_a_preset_stand_there_alone(name: str) -> None:
     assert resolve_config(name).config.model == preset(name)

@@ -163,9 +163,9 @@ class ModelConfig:
     """Weight of the mean of logsumexp(logits)² of each router over tokens (Zoph et al. 2022, arXiv:2202.08906, equation
     5). In the gradients only, as balance_loss."""
     expert_capacity: float | None = None
-    """An expert takes at most ceil(this · tokens · moe_top_k / n_experts) of the tokens that one rank has in one
-    microbatch; those of the lowest weight are dropped, so the result depends on how the batch is spread and cut. None:
-    no token is dropped."""
+    """In training an expert takes at most ceil(this · tokens · moe_top_k / n_experts) of the tokens that one rank has
+    in one microbatch; those of the lowest weight are dropped, so the result depends on how the batch is spread and cut.
+    Evaluation and generation drop none. None: no token is ever dropped."""
 
     tie_embeddings: bool = False
     """Use the embedding's weight as the head's."""
@@ -247,8 +247,9 @@ class ModelConfig:
 
     @property
     def layout_exact(self) -> bool:
-        """Whether the numbers are the same however the tokens of a batch are spread over ranks and microbatches. Not so
-        where tokens are dropped (expert_capacity) or a microbatch's load is evened out (balance_over = "batch")."""
+        """Whether training has the same numbers however the tokens of a batch are spread over ranks and microbatches.
+        Not so where tokens are dropped (expert_capacity) or a microbatch's load is evened out (balance_over =
+        "batch")."""
         return self.expert_capacity is None and self.balance_over == "sequence"
 
     @property

@@ -47,7 +47,7 @@ def loads(model: Transformer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
-def test_the_auxiliary_loss_does_not_grow_with_accumulation(microbatches: int) -> None:
+def test_c14_the_auxiliary_loss_does_not_grow_with_accumulation(microbatches: int) -> None:
     """The same 8 sequences as 1x8, 2x4, 4x2, 8x1, the main loss times 0."""
     model = model_of(**LOSSES)
     step(model, main=0.0)
@@ -62,7 +62,7 @@ def test_the_auxiliary_loss_does_not_grow_with_accumulation(microbatches: int) -
     assert all(parts[name].item() == pytest.approx(value.item(), rel=1e-12) for name, value in reported.items())
 
 
-def test_statistics_of_a_microbatch_depend_on_it() -> None:
+def test_c14_statistics_of_a_microbatch_depend_on_it() -> None:
     """balance_over = "batch" says so: equal where all sequences are."""
     model = model_of(**LOSSES, balance_over="batch")
     assert not model.config.layout_exact
@@ -88,7 +88,7 @@ def _recomputed(model: Transformer, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
-def test_recomputation_counts_the_load_once(how: str) -> None:
+def test_c15_recomputation_counts_the_load_once(how: str) -> None:
     """64 tokens, top 2: 128 a layer, not 256."""
     plain, again = model_of(**LOSSES, router_bias=True), model_of(**LOSSES, router_bias=True)
     _recomputed(again, how)
@@ -106,7 +106,7 @@ def test_recomputation_counts_the_load_once(how: str) -> None:
         assert bias.any() and torch.equal(again.get_buffer(name), bias)
 
 
-def test_only_training_counts() -> None:
+def test_c15_only_training_counts() -> None:
     model = model_of(**LOSSES)
     nothing = [[0] * 6] * 2
     model(IDS, labels=IDS, scale=1.0)  # no backward

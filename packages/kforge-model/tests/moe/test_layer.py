@@ -162,10 +162,12 @@ def test_state_dict_has_the_bias() -> None:
     assert torch.equal(copy.deepcopy(model)(IDS), model(IDS))
 
 
+@pytest.mark.parametrize("capacity", [None, 0.5])
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_generation(router: str) -> None:
-    """A cached step gives the logits of the whole row, and generates what a loop over whole rows generates."""
-    model = model_of(router=router, router_bias=True, shared_experts=1).eval()
+def test_generation(router: str, capacity: float | None) -> None:
+    """A cached step gives the logits of the whole row, and generates what a loop over whole rows generates: what is
+    computed together, padding too, drops nobody's tokens."""
+    model = model_of(router=router, router_bias=True, shared_experts=1, expert_capacity=capacity).eval()
     model.get_buffer("layers.1.moe.router.bias").copy_(torch.arange(6) * 0.02)
     with torch.no_grad():
         whole = model(IDS)
@@ -179,8 +181,18 @@ def test_generation(router: str) -> None:
     assert torch.equal(generate(model, IDS[:, :4], 6, temperature=0.0), ids)
     prompts = generate(model, [IDS[0, :4], IDS[1, :2]], 3, temperature=0.0)
     assert torch.equal(prompts[0], ids[0, :7])
+    assert torch.equal(generate(model, IDS[:, :4], 6, temperature=0.0, prefill_chunk=3), ids)
     score(model, IDS)
     assert not any(value.any() for name, value in model.balance_stats().items() if "bias_range" not in name)
+
+
+def test_capacity_is_of_training() -> None:
+    """The rows that a row is computed with make a difference in training, and none in evaluation."""
+    model = model_of(expert_capacity=0.5)
+    assert (model(IDS)[:1] - model(IDS[:1])).abs().max() > 1e-3
+    model.eval()
+    assert (model(IDS)[:1] - model(IDS[:1])).abs().max() < 1e-12
+    assert torch.equal(model(IDS), model_of().eval()(IDS))
 
 
 def test_looking_inside() -> None:
@@ -216,6 +228,22 @@ def test_compiled_blocks_are_the_blocks(changes: dict[str, Any]) -> None:
     assert compiled.balance_stats() == plain.balance_stats()
     with torch.no_grad():
         assert (compiled.eval()(IDS) - plain.eval()(IDS)).abs().max() < 1e-12
+
+
+def test_other_loads_compile_nothing_anew() -> None:
+    torch.compiler.reset()
+    model, frames = model_of(**LOSSES), torch._dynamo.utils.counters["frames"]
+    for block in model.layers.values():
+        block.compile(backend="eager", dynamic=False)
+    compiled, loads = [], []
+    for seed in range(4):
+        ids = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(seed))
+        model(ids, labels=ids, scale=1 / 24)[0].backward()
+        compiled.append(frames["total"])
+        loads.append(model.layers["1"].moe.counted()[:6].tolist())  # type: ignore[union-attr, operator]
+        model.update_balance()
+    assert compiled[0] == compiled[-1] > 0
+    assert loads[0] != loads[1] != loads[2] != loads[3]
 
 
 def test_an_exchange_in_the_place_of_the_local_one() -> None:

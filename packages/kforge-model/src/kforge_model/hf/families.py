@@ -150,6 +150,7 @@ FREE = frozenset(
         "balance_loss",
         "balance_over",
         "router_z_loss",
+        "expert_capacity",
     ]
 )
 """Fields of ModelConfig that say how it is trained or computed, not what it is: no config.json has them."""
@@ -222,7 +223,6 @@ _FIXED: Mapping[str, Any] = {
     "router_groups": 1,
     "router_top_groups": 1,
     "router_bias": False,
-    "expert_capacity": None,
 }
 
 

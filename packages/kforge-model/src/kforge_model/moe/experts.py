@@ -52,6 +52,11 @@ class Experts(nn.Module):
             hidden: Tensor = GroupedProduct.apply(x, w_in, ends)
             y: Tensor = GroupedProduct.apply(self._activated(hidden), self.w_down, ends)
             return y
+        return self._one_by_one(x, counts, w_in)
+
+    # Sizes depend on the data: a graph would be made anew for each.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _one_by_one(self, x: Tensor, counts: Tensor, w_in: Tensor) -> Tensor:
         sizes = counts.tolist() if len(x) else [0] * len(w_in)
         parts = zip(x.split(sizes), w_in.unbind(), self.w_down.unbind(), strict=True)
         return torch.cat([F.linear(self._activated(F.linear(part, a)), b) for part, a, b in parts])

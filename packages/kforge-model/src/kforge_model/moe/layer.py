@@ -41,7 +41,7 @@ class MoE(nn.Module):
         flat = x.flatten(0, 1)
         routing: Routing = self.router(flat)
         ids, weights, kept = routing.ids, routing.weights, None
-        if self.config.expert_capacity is not None:
+        if self.training and self.config.expert_capacity is not None:
             ids, weights, kept = limited(ids, weights, self.config.n_experts, self.config.expert_capacity)
         y = self.exchange(flat, ids, weights, self.experts).view_as(x)
         if self.shared is not None:
