@@ -5,17 +5,20 @@ from jobs import job, train, train_and_die, values
 
 from kforge_testing import RankFailure, run_ranks
 
+INT8 = {"optim__moments": "int8", "model__vocab_size": 512}  # embedding and head are large enough for blocks
+
 
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
         pytest.param(1, {"parallel__storage": "split"}, id="1-split"),
+        pytest.param(1, {"parallel__storage": "stochastic", **INT8}, id="1-stochastic-int8"),
         pytest.param(2, {}, id="2"),
         pytest.param(2, {"optim__name": "muon", "parallel__dp_replicate": 2}, id="2-muon-replicas"),
         pytest.param(2, {"optim__name": "schedule_free"}, id="2-schedule-free"),
         pytest.param(1, {"optim__name": "schedule_free", "parallel__storage": "split"}, id="1-schedule-free-split"),
         pytest.param(2, {"parallel__tp": 2, "parallel__precision": "fp16"}, id="2-tp-fp16"),
-        pytest.param(4, {"parallel__tp": 2, "parallel__storage": "split"}, id="4-tp-split"),
+        pytest.param(4, {"parallel__tp": 2, "parallel__storage": "split", **INT8}, id="4-tp-split-int8"),
     ],
 )
 def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, changes):

@@ -66,6 +66,8 @@ CHANGES = {
     "optim.weight_decay": 0.5,
     "optim.betas": (0.5, 0.5),
     "optim.eps": 1e-2,
+    "optim.moments": "bf16",
+    "optim.cautious_decay": True,
     "optim.schedule": "constant",
     "optim.schedule_steps": 3,
     "optim.warmup_steps": 1,

@@ -165,3 +165,95 @@ def test_gradients_with_other_strides_and_weights_with_gaps() -> None:
     transposed.grad = grad.contiguous()
     update(algorithm, slots([transposed], algorithm), 1e-2)
     assert torch.equal(transposed, weights[0])
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_1000_steps_of_split_weights_are_bit_equal_to_torch(moments: str) -> None:
+    """A plain loop over torch's own AdamW in float32; with bf16 moments the weights stay close, at 8 bytes each."""
+    ours = [nn.Parameter(weight.detach().to(torch.bfloat16)) for weight in parameters(torch.float32)]
+    theirs = [nn.Parameter(weight.detach().to(torch.float32)) for weight in ours]
+    model = nn.ParameterList(ours)
+    config = OptimConfig(lr=1e-2, weight_decay=0.1, schedule="none", moments=moments)
+    optimizer = build_optimizer(model, config, 10, storage="split")
+    settings = {"lr": 1e-2, "betas": config.betas, "eps": config.eps, "fused": True}
+    decayed = [weight for weight in theirs if weight.ndim > 1]
+    rest = [weight for weight in theirs if weight.ndim <= 1]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], **settings
+    )
+    start = [weight.detach().clone() for weight in theirs]
+    for step in range(1000):
+        set_gradients(ours, step)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.grad is not None
+            other.grad = mine.grad.to(torch.float32)
+        optimizer.step()
+        reference.step()
+    for i, (other, before) in enumerate(zip(theirs, start, strict=True)):
+        full = optimizer.full_weight(str(i))
+        if moments == "fp32":
+            assert torch.equal(full, other)
+        else:
+            moved = (other - before).square().mean().sqrt()
+            assert (full - other).square().mean().sqrt() < 0.05 * moved
+    state = optimizer.state_dict()["state"]["1"]
+    size = sum(tensor.numel() * tensor.itemsize for tensor in [ours[1], *state.values()]) / ours[1].numel()
+    assert size == pytest.approx(12 if moments == "fp32" else 8, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cautious_decay_equals_the_formula(dtype: torch.dtype) -> None:
+    weights = parameters(dtype)
+    algorithm = AdamW(**SETTINGS, cautious_decay=True)
+    of = slots(weights, algorithm)
+    expected = [weight.detach().double() for weight in weights]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in expected]
+    spared = 0
+    for step in range(1, 51):
+        set_gradients(weights, step)
+        for i, (w, (m, v), weight) in enumerate(zip(expected, moments, weights, strict=True)):
+            assert weight.grad is not None
+            g = weight.grad.double()
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            u = (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+            spared += int((u * w < 0).sum())
+            expected[i], moments[i] = w - 1e-2 * (u + torch.where(u * w >= 0, 0.1 * w, 0.0)), (m, v)
+        update(algorithm, of, 1e-2, gate=torch.tensor(1.0))
+    assert spared > 1000
+    bound = 2e-5 if dtype == torch.float32 else 1e-12
+    for weight, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.detach().double(), other, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_law_6_stochastic_weights_move_in_the_mean_at_3e_4(name: str) -> None:
+    """Weights of 1 in bfloat16, whose neighbour below is 1 - 2**-8: one in thirteen goes there a step."""
+    model = nn.ModuleDict({"norm": nn.LayerNorm(2**15, dtype=torch.bfloat16), "up": nn.Linear(4, 4).bfloat16()})
+    optimizer = build_optimizer(model, OptimConfig(name=name, lr=3e-4, schedule="none"), 10, storage="stochastic")
+    for step in range(1, 6):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(scale=torch.tensor(1.0), gate=torch.tensor(1.0))
+        mean, error = 1 - 3e-4 * step, 2**-8 * (0.25 * step / 2**15) ** 0.5
+        assert abs(float(model["norm"].weight.detach().double().mean()) - mean) < 4 * error
+    assert set(model["norm"].weight.unique().tolist()) <= {1 - i * 2**-8 for i in range(6)}
+    assert "remainder" not in optimizer.state_dict()["state"]["up.weight"]
+
+
+def test_stochastic_weights_depend_on_seed_step_and_name_alone() -> None:
+    def trained(seed: int, steps: int, name: str = "a", resume: bool = False) -> Tensor:
+        model = nn.ParameterDict({name: torch.ones(64, 64, dtype=torch.bfloat16)})
+        config = OptimConfig(lr=3e-4, schedule="none")
+        optimizer = build_optimizer(model, config, 10, storage="stochastic", seed=seed)
+        for step in range(steps):
+            if resume and step == 2:
+                state = optimizer.state_dict()
+                optimizer = build_optimizer(model, config, 10, storage="stochastic", seed=seed)
+                optimizer.load_state_dict(state)
+            model[name].grad = torch.ones(64, 64, dtype=torch.bfloat16)
+            optimizer.step()
+        return model[name].detach().float()
+
+    assert torch.equal(trained(1, 4), trained(1, 4)) and torch.equal(trained(1, 4), trained(1, 4, resume=True))
+    others = [trained(2, 4), trained(1, 4, "b"), trained(1, 5), torch.ones(64, 64)]
+    assert all(not torch.equal(trained(1, 4), other) for other in others)

@@ -343,7 +343,8 @@ def test_momentum_and_weight_decay_move_in_phases() -> None:
     assert [rates["matrices"].weight_decay for rates in seen] == pytest.approx(
         [*[0.4] * 5, *(0.4 * factor for factor in cosine), 0, 0]
     )
-    assert all(rates["embeddings"] == Rates(0.1, 0.0) for rates in seen)  # AdamW beside Muon: its own beta, no decay
+    # AdamW beside Muon: its own beta, no decay.
+    assert all(rates["embeddings"] == Rates(0.1, 0.0, step=step) for step, rates in enumerate(seen))
     assert [rates["matrices"].lr for rates in seen] == [0.1] * 12
 
 

@@ -278,7 +278,7 @@ def test_what_cannot_be_is_refused() -> None:
         build_optimizer(tiny(torch.float16), config("adamw"), 10, storage="split")
     with pytest.raises(ValueError, match="no trainable parameter is bfloat16"):
         build_optimizer(tiny(torch.float32), config("adamw"), 10, storage="split")
-    with pytest.raises(ValueError, match="storage = 'fp16' must be fp32 or split"):
+    with pytest.raises(ValueError, match="storage = 'fp16' must be fp32, split or stochastic"):
         build_optimizer(tiny(torch.float32), config("adamw"), 10, storage="fp16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on the meta device"), torch.device("meta"):
         build_optimizer(TinyModel().to(torch.bfloat16), config("adamw"), 10, storage="split").init_state()

@@ -54,7 +54,7 @@ def test_values_that_cannot_be_are_named(field, value):
         ("step_timeout_s", "60", "= '60' must be a number"),
         ("init_timeout_s", True, "= True must be a number"),
         ("device", "gpu", "= 'gpu' is unknown; use one of auto, cpu, cuda"),
-        ("storage", "splt", "= 'splt' is unknown; use one of fp32, split"),
+        ("storage", "splt", "= 'splt' is unknown; use one of fp32, split, stochastic"),
         ("precision", "fp8", "= 'fp8' is unknown; use one of bf16, fp16, tf32, fp32, fp64"),
         ("recompute", True, "= True is unknown; use one of none, full"),
         ("accumulate", ["sharded"], "= ['sharded'] is unknown; use one of unsharded, sharded"),

@@ -25,13 +25,15 @@ def test_the_dtypes_of_each_word(words, storage, compute, reduce, matmul):
     assert policy.reduce_dtype == reduce and policy.cast_forward_inputs is False
 
 
-def test_split_storage_goes_with_bf16_only():
-    with pytest.raises(ValueError, match="split goes with bf16"):
-        precision_of("fp16", "split")
-    with pytest.raises(ValueError, match=r"parallel.storage = split keeps weights as bf16.*precision = fp32"):
-        ParallelConfig(precision="fp32", storage="split")
+@pytest.mark.parametrize("storage", ["split", "stochastic"])
+def test_weights_in_bf16_go_with_bf16_only(storage):
+    assert precision_of("bf16", storage).storage == torch.bfloat16
+    with pytest.raises(ValueError, match="split and stochastic go with bf16"):
+        precision_of("fp16", storage)
+    with pytest.raises(ValueError, match=rf"parallel.storage = {storage} keeps weights in bf16.*precision = fp32"):
+        ParallelConfig(precision="fp32", storage=storage)
     with pytest.raises(ValueError, match="would add microbatches up in bf16"):
-        ParallelConfig(storage="split", accumulate="sharded")
+        ParallelConfig(storage=storage, accumulate="sharded")
 
 
 def test_the_table_says_where_gradients_are_rounded():
@@ -39,6 +41,7 @@ def test_the_table_says_where_gradients_are_rounded():
     assert precision_table(split, 1)["gradients over ranks"] == "one rank"
     assert precision_table(split, 2)["gradients over ranks"] == "fp32, then rounded to bf16 once"
     assert precision_table(ParallelConfig(), 2)["gradients over ranks"] == "fp32"
+    assert precision_table(ParallelConfig(storage="stochastic"), 2)["weights"] == "bf16, rounded stochastically"
     assert precision_table(ParallelConfig(accumulate="sharded"), 2)["gradients over microbatches"] == "fp32, sharded"
     assert precision_table(ParallelConfig(precision="fp64"), 2)["weights"] == "fp64"
 

@@ -55,6 +55,7 @@ OTHER: dict[str, Any] = {
     "optim.muon_ns_dtype": "float32",
     "optim.schedule": "wsd",
     "optim.adamw_lr": 1e-3,
+    "optim.moments": "bf16",
     "optim.betas": [0.8, 0.9],
     "optim.decay_steps": 7,
     "optim.decay_shape": "cosine",

@@ -123,11 +123,12 @@ def test_the_start_says_the_layout_first(tokens, tmp_path, world, layout, said):
     assert first["time"] <= start.time
 
 
-def test_storage_that_changed_is_refused_with_what_to_type(tokens, tmp_path):
+@pytest.mark.parametrize(("field", "other"), [("parallel.storage", "split"), ("optim.moments", "bf16")])
+def test_storage_that_changed_is_refused_with_what_to_type(tokens, tmp_path, field, other):
     now = job(tokens, tmp_path, parallel__precision="bf16")
-    saved = job(tokens, tmp_path, parallel__precision="bf16", parallel__storage="split")
-    for before, after, said in ((saved, now, "split"), (now, saved, "fp32")):
-        with pytest.raises(ConfigError, match=rf"Go on with what it has, --parallel\.storage {said}, or start another"):
+    saved = job(tokens, tmp_path, parallel__precision="bf16", **{field.replace(".", "__"): other})
+    for before, after, said in ((saved, now, other), (now, saved, "fp32")):
+        with pytest.raises(ConfigError, match=rf"Go on with what it has, --{field} {said}, or start another"):
             check_same_job(json.loads(json.dumps(asdict(before))), after, 3)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
@@ -17,6 +17,11 @@ def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``target.copy_(source)`` for each pair, in few launches. Stands in for that loop."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_add_(targets: Sequence[Tensor], value: Tensor) -> None:
+    """``target.add_(value)`` for each, in one launch; all are 0-dim. Stands in for that loop."""
+    torch._foreach_add_(list(targets), [value] * len(targets))
 
 
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
@@ -47,3 +52,21 @@ def stacked(placement: Placement) -> Placement:
     if isinstance(placement, Shard):
         return Shard(placement.dim + 1)
     raise ValueError(f"a parameter cannot have placement {placement}; Replicate and Shard can be optimized")
+
+
+def shard_offset(tensor: DTensor) -> tuple[int, ...]:
+    """The index of the first element of this rank's shard along each dimension of the whole tensor.
+
+    Stands in for a public ``DTensor.local_offset()``: the box is computed by
+    ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``, as DCP does for its own plans.
+    Raises ValueError for a shard that is no box of the whole.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(tensor.to_local().shape) != tuple(shape):
+        raise ValueError(
+            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} holds "
+            f"{tuple(tensor.to_local().shape)} on this rank where {tuple(shape)} was computed: no box of the whole"
+        )
+    return tuple(offset)

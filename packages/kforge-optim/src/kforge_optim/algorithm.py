@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ class Slot:
     parameter: nn.Parameter
     state: dict[str, Tensor] = field(default_factory=dict)
     remainder: Tensor | None = None
-    """The lower half of a weight in split storage, int16; algorithms never see it, they get the joined weight."""
+    """The lower half of a bfloat16 weight in split storage, int16; only ``update_split`` sees it."""
     fused: Fused | None = None
     """How the weight is cut into matrices [rows, in]: each part with all dimensions but the last flattened. None: the
     weight is a matrix, or a batch of them over all dimensions but the last two."""
@@ -39,6 +39,10 @@ class Rates:
     """Decoupled weight decay: the step takes lr · weight_decay of the weight."""
     momentum: float | None = None
     """Decay rate of the first moment (AdamW's first beta, Muon's momentum). None: the algorithm's own."""
+    step: int = 0
+    """The number of the step, accepted or not, from 0, and"""
+    seed: int = 0
+    """the seed of the run: what random rounding is a function of, beside name and index; see `rounding`."""
 
 
 class Algorithm(Protocol):
@@ -55,8 +59,9 @@ class Algorithm(Protocol):
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Fresh state of one parameter. Tensors of the parameter's shape are made with ``zeros_like``, so that they
-        keep its placement; what is left is 0-dim and alike on all ranks. Under split storage the parameter given here
-        and to ``update`` is a float32 stand-in, which does not outlive the call: keep no reference to it."""
+        keep its placement; what is left is 0-dim and alike on all ranks. For a bfloat16 weight the parameter given here
+        and to ``update`` is a float32 stand-in, which does not outlive the call: keep no reference to it. With
+        ``update_split`` there is no stand-in, and the state is made for the bfloat16 parameter."""
         ...
 
     def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
@@ -66,6 +71,16 @@ class Algorithm(Protocol):
         whatever is in the gradients. Neither may be read on the host. ``.grad`` may be changed. Tensors of the state
         are changed in place, not replaced.
         """
+        ...
+
+
+@runtime_checkable
+class SplitAlgorithm(Algorithm, Protocol):
+    """An algorithm that updates bfloat16 weights itself, without a float32 copy of them."""
+
+    def update_split(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
+        """As ``update``, of bfloat16 parameters: with ``remainder`` the two halves of a float32 weight (`split`),
+        without it rounded stochastically (`rounding`)."""
         ...
 
 

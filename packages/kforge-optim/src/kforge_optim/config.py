@@ -30,6 +30,11 @@ class OptimConfig:
     weights that gradients are taken at."""
     eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
+    moments: str = "fp32"
+    """How AdamW keeps its moments: fp32, bf16 (4 bytes a parameter), or int8 (2, in blocks of 256 with a scale each;
+    norms, biases and small tensors keep fp32). Less than fp32 is rounded stochastically. The same for a whole run."""
+    cautious_decay: bool = False
+    """AdamW decays only elements whose update and weight agree in sign."""
     muon_momentum: float = 0.95
     """Decay rate of Muon's momentum (Nesterov)."""
     muon_ns_steps: int = 5
@@ -96,6 +101,8 @@ class OptimConfig:
                 raise ValueError(f"optim.{name} = {getattr(self, name)} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas = {self.betas} must lie in [0, 1)")
+        if self.moments not in ("fp32", "bf16", "int8"):
+            raise ValueError(f"optim.moments = {self.moments!r} must be fp32, bf16 or int8")
         if not 0 <= self.muon_momentum < 1:
             raise ValueError(f"optim.muon_momentum = {self.muon_momentum} must lie in [0, 1)")
         if not self.eps > 0:

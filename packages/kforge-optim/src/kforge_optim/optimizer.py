@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,9 +14,10 @@ from kforge_optim import adamw as _adamw  # noqa: F401  (registers itself)
 from kforge_optim import muon as _muon  # noqa: F401  (registers itself)
 from kforge_optim import schedule_free as _schedule_free  # noqa: F401  (registers itself)
 from kforge_optim import split
-from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Rates, Slot
+from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Rates, Slot, SplitAlgorithm
 from kforge_optim.config import OptimConfig
 from kforge_optim.groups import Group, build_groups, check_owned_once, clean_name, groups_table
+from kforge_optim.rounding import noise_key
 from kforge_optim.schedules import (
     Schedule,
     build_momentum_schedule,
@@ -26,7 +26,7 @@ from kforge_optim.schedules import (
 )
 from kforge_optim.sharding import copy_into, drop_gathered, local, local_part
 
-Storage = Literal["fp32", "split"]
+Storage = Literal["fp32", "split", "stochastic"]
 
 
 class Optimizer:
@@ -43,6 +43,7 @@ class Optimizer:
         schedule: Schedule,
         *,
         storage: Storage = "fp32",
+        seed: int = 0,
         momentum_schedules: Mapping[str, Schedule] | None = None,
         weight_decay_schedule: Schedule | None = None,
         model: nn.Module | None = None,
@@ -50,10 +51,11 @@ class Optimizer:
         """momentum_schedules: name of an algorithm -> its momentum at a step; one that is not there keeps its own.
         weight_decay_schedule: factor of every group's decay at a step; None: 1.
         model: whose weights these are, where FSDP may have gathered some of them; None: it has not."""
-        if storage not in ("fp32", "split"):
-            raise ValueError(f"storage = {storage!r} must be fp32 or split")
+        if storage not in ("fp32", "split", "stochastic"):
+            raise ValueError(f"storage = {storage!r} must be fp32, split or stochastic")
         check_owned_once(groups)
         self.storage = storage
+        self.seed = seed
         self.groups = list(groups)
         self.schedule_step = 0
         self._held: dict[str, Tensor] | None = None  # the trained weights, while averaged ones are in their place
@@ -67,20 +69,20 @@ class Optimizer:
             for group in self.groups
         }
         for slot in self._all_slots():
-            if slot.parameter.dtype not in (torch.float32, torch.float64) and not self._is_split(slot):
+            if slot.parameter.dtype not in (torch.float32, torch.float64) and not self._is_narrow(slot):
                 raise ValueError(
                     f"parameter {slot.name!r} is {slot.parameter.dtype}, in which a step of 3e-4 does not move a "
                     "weight of 1.0; keep weights in float32 and compute in bfloat16 (FSDP's MixedPrecisionPolicy "
                     "with param_dtype, or autocast)"
                 )
-        if storage == "split" and not any(self._is_split(slot) for slot in self._all_slots()):
+        if storage != "fp32" and not any(self._is_narrow(slot) for slot in self._all_slots()):
             raise ValueError(
-                "storage = 'split' keeps float32 weights as bfloat16 parameters and remainders, but no trainable "
-                "parameter is bfloat16; convert the model to bfloat16 before it is sharded, or use storage = 'fp32'"
+                f"storage = {storage!r} keeps weights in bfloat16 parameters, but no trainable parameter is bfloat16; "
+                "convert the model to bfloat16 before it is sharded, or use storage = 'fp32'"
             )
 
-    def _is_split(self, slot: Slot) -> bool:
-        return self.storage == "split" and slot.parameter.dtype == torch.bfloat16
+    def _is_narrow(self, slot: Slot) -> bool:
+        return self.storage != "fp32" and slot.parameter.dtype == torch.bfloat16
 
     def _all_slots(self) -> Iterator[Slot]:
         for slots in self._slots.values():
@@ -118,20 +120,28 @@ class Optimizer:
                 if slot.parameter.grad is not None:
                     by_device.setdefault(slot.parameter.device, []).append(slot)
             for device, slots in by_device.items():
-                update = partial(
-                    self._algorithms[group.algorithm].update,
-                    rates=rates[group.name],
-                    scale=None if scale is None else scale.to(device, non_blocking=True),
-                    gate=None if gate is None else gate.to(device, non_blocking=True),
-                )
-                whole = [slot for slot in slots if slot.remainder is None]
+                algorithm = self._algorithms[group.algorithm]
+                given: dict[str, Any] = {
+                    "rates": rates[group.name],
+                    "scale": None if scale is None else scale.to(device, non_blocking=True),
+                    "gate": None if gate is None else gate.to(device, non_blocking=True),
+                }
+                narrow = [slot for slot in slots if self._is_narrow(slot)]
+                whole = [slot for slot in slots if not self._is_narrow(slot)]
                 if whole:
-                    update(whole)
-                for batch in split.batches(slot for slot in slots if slot.remainder is not None):
+                    algorithm.update(whole, **given)
+                if narrow and isinstance(algorithm, SplitAlgorithm):
+                    algorithm.update_split(narrow, **given)
+                    continue
+                for batch in split.batches(narrow):
                     full = [split.widened(slot) for slot in batch]
-                    update(full)
+                    algorithm.update(full, **given)
                     for slot, wide in zip(batch, full, strict=True):
-                        split.store(slot, local(wide.parameter))
+                        if slot.remainder is not None:
+                            split.store(slot, local(wide.parameter))
+                        else:
+                            key = noise_key(self.seed, rates[group.name].step, slot.name)
+                            split.store_rounded(slot, local(wide.parameter), key)
 
     def zero_grad(self) -> None:
         """Drop all gradients (``.grad = None``)."""
@@ -149,7 +159,9 @@ class Optimizer:
         decay = 1.0 if self._weight_decay_schedule is None else self._weight_decay_schedule(step)
         momentum = {name: schedule(step) for name, schedule in self._momentum_schedules.items()}
         return {
-            group.name: Rates(lrs[group.name], group.weight_decay * decay, momentum.get(group.algorithm))
+            group.name: Rates(
+                lrs[group.name], group.weight_decay * decay, momentum.get(group.algorithm), step, self.seed
+            )
             for group in self.groups
         }
 
@@ -164,13 +176,14 @@ class Optimizer:
                 if slot.state:
                     continue
                 self._allocate_remainder(slot)
-                seen = slot if slot.remainder is None else split.widened(slot)
-                slot.state = self._algorithms[group.algorithm].init_state(seen.parameter)
+                algorithm = self._algorithms[group.algorithm]
+                as_it_is = isinstance(algorithm, SplitAlgorithm) or not self._is_narrow(slot)
+                slot.state = algorithm.init_state((slot if as_it_is else split.widened(slot)).parameter)
 
     def _allocate_remainder(self, slot: Slot) -> None:
         if slot.parameter.is_meta:
             raise ValueError(f"parameter {slot.name!r} is on the meta device; materialise the model first")
-        if self._is_split(slot) and slot.remainder is None:
+        if self.storage == "split" and self._is_narrow(slot) and slot.remainder is None:
             slot.remainder = split.new_remainder(slot.parameter)
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,7 +234,7 @@ class Optimizer:
             if "trained" in saved[name]:
                 kept["trained"] = slot.parameter
             if ("remainder" in saved[name]) != ("remainder" in kept):
-                was, now = ("split", "fp32") if "remainder" in saved[name] else ("fp32", "split")
+                was, now = ("split", self.storage) if "remainder" in saved[name] else ("fp32", self.storage)
                 raise ValueError(
                     f"the weight {name!r} was saved under {was} storage and this run keeps it under {now} storage; "
                     f"resume with storage = {was!r}"
@@ -229,12 +242,17 @@ class Optimizer:
             if kept.keys() != saved[name].keys():
                 raise ValueError(
                     f"the saved state of {name!r} has {sorted(saved[name])}, this optimizer keeps "
-                    f"{sorted(kept)}; was optim.name changed?"
+                    f"{sorted(kept)}; was optim.name or optim.moments changed?"
                 )
             for kind, tensor in kept.items():
                 if tensor.shape != saved[name][kind].shape:
                     shapes = f"{tuple(saved[name][kind].shape)}, here it is {tuple(tensor.shape)}"
                     raise ValueError(f"the saved {kind} of {name!r} has shape {shapes}; was the model changed?")
+                if kind != "trained" and tensor.dtype != saved[name][kind].dtype:
+                    raise ValueError(
+                        f"the saved {kind} of {name!r} is {saved[name][kind].dtype} and this optimizer keeps it in "
+                        f"{tensor.dtype}; was optim.moments changed?"
+                    )
         for name, slot in slots.items():
             kept = self._kept(slot)
             for kind, tensor in kept.items():
@@ -365,7 +383,9 @@ def _scalar(what: str, value: Tensor | None) -> Tensor | None:
     return (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int, *, storage: Storage = "fp32") -> Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, total_steps: int, *, storage: Storage = "fp32", seed: int = 0
+) -> Optimizer:
     """The optimizer that ``config`` names, over the trainable parameters of ``model``.
 
     The model must be sharded and materialised already, since both put new parameters in place of the old ones.
@@ -373,11 +393,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int, *, 
 
     storage: ``fp32`` keeps weights in float32 parameters (float64 is fine too). ``split`` takes bfloat16 parameters
         and keeps the 16 bits that they lack as ``remainder`` in the state; together they are bit-equal to ``fp32``
-        with the same gradients. Parameters that are float32 all the same are updated as under ``fp32``.
+        with the same gradients. ``stochastic`` takes bfloat16 parameters and rounds them stochastically after each
+        step: no more memory, and a weight that moves right on average only. Parameters that are float32 all the same
+        are updated as under ``fp32``.
+    seed: of the random bits that bfloat16 weights, and moments in less than float32, are rounded by; see `rounding`.
 
     Raises ValueError for an unknown optimizer or schedule (listing the known ones), lengths that do not fit, weights
-    in less than float32 that are not split, ``split`` where nothing is bfloat16, a model without trainable parameters,
-    and ``fused_weights`` that do not fit the model.
+    in less than float32 under ``fp32``, another storage where nothing is bfloat16, a model without trainable
+    parameters, and ``fused_weights`` that do not fit the model.
     """
     algorithm = OPTIMIZERS.get(config.name)(config)
     algorithms = {config.name: algorithm}
@@ -390,6 +413,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, total_steps: int, *, 
         algorithms,
         build_schedule(config, total_steps),
         storage=storage,
+        seed=seed,
         momentum_schedules=None if momentum is None else {config.name: momentum},
         weight_decay_schedule=build_weight_decay_schedule(config, total_steps),
         model=model,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kforge_optim.algorithm import Slot
+from kforge_optim.rounding import CHUNK, WEIGHT, Box, noise, sixteen, to_bfloat16
 from kforge_optim.sharding import distinct_shards, like_layout, local, local_gradient
 
 _BATCH_ELEMENTS = 2**24
@@ -53,9 +54,9 @@ def new_remainder(parameter: Tensor) -> Tensor:
 
 
 def full_weight(slot: Slot) -> Tensor:
-    """The float32 weight of a split slot, detached, laid out as its parameter; a new tensor."""
-    assert slot.remainder is not None
-    return like_layout(join_float32(local(slot.parameter), local(slot.remainder)), slot.parameter)
+    """The float32 weight of a bfloat16 slot, detached, laid out as its parameter; a new tensor."""
+    high, low = local(slot.parameter), slot.remainder
+    return like_layout(high.to(torch.float32) if low is None else join_float32(high, local(low)), slot.parameter)
 
 
 def store(slot: Slot, full: Tensor) -> None:
@@ -68,14 +69,27 @@ def store(slot: Slot, full: Tensor) -> None:
 
 def whole(slot: Slot) -> Slot:
     """A slot of the weight at full precision, without a gradient, and with the very state of ``slot``; ``slot`` itself
-    where it is not split."""
-    if slot.remainder is None:
+    where it is stored at that."""
+    if slot.parameter.dtype != torch.bfloat16:
         return slot
     return Slot(slot.name, nn.Parameter(full_weight(slot), requires_grad=False), slot.state, fused=slot.fused)
 
 
+def store_rounded(slot: Slot, full: Tensor, key: int) -> None:
+    """Write ``full``, float32 and of this rank, into a bfloat16 parameter without a remainder, rounded stochastically
+    by the random bits of ``key``."""
+    box, here = Box.of(slot.parameter), local(slot.parameter)
+    flat = full.reshape(-1)
+    rounded = torch.empty_like(flat, dtype=torch.bfloat16)
+    for start in range(0, flat.numel(), CHUNK):
+        stop = min(start + CHUNK, flat.numel())
+        random = sixteen(noise(box.index(start, stop, flat.device), key), WEIGHT)
+        rounded[start:stop] = to_bfloat16(flat[start:stop], random)
+    here.copy_(rounded.view(here.shape))
+
+
 def widened(slot: Slot) -> Slot:
-    """`whole` of a split slot, with the gradient in float32.
+    """`whole` of a bfloat16 slot, with the gradient in float32.
 
     A bfloat16 gradient is exact in float32; one that is float32 already stays as it is.
     """
@@ -86,7 +100,7 @@ def widened(slot: Slot) -> Slot:
 
 
 def batches(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
-    """Split slots in groups of at most `_BATCH_ELEMENTS` elements a rank, but one slot at least.
+    """bfloat16 slots in groups of at most `_BATCH_ELEMENTS` elements a rank, but one slot at least.
 
     Like shapes come together, as Muon works on batches of them. Only sizes that all ranks agree on count, so that all
     ranks make the same groups.

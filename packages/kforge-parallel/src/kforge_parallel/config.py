@@ -34,10 +34,11 @@ class ParallelConfig:
     """Compute dtype; gradients are reduced in fp32. fp16 needs the loss scaled, which kforge-train does. tf32: fp32
     tensors, matrix products in TF32 where the device has it. fp64 also stores the weights in float64: for proofs, not
     for training."""
-    storage: Literal["fp32", "split"] = "fp32"
+    storage: Literal["fp32", "split", "stochastic"] = "fp32"
     """How bf16 training keeps its fp32 weights. split: the parameter is the bf16 half and the optimizer holds the 16
-    bits that are missing, together the same fp32 weight; no fp32 copy and no cast before the all-gather. Goes
-    with bf16 only."""
+    bits that are missing, together the same fp32 weight; no fp32 copy and no cast before the all-gather.
+    stochastic: bf16 weights alone, rounded up or down at random after each step, so that they are right on average.
+    Both go with bf16 only."""
     recompute: Literal["none", "full"] = "none"
     """Activations kept for backward: all of them, or only each block's input (the block runs again in backward)."""
     compile: bool = False
@@ -83,15 +84,15 @@ class ParallelConfig:
             )
         if self.prefetch < 0:
             raise ValueError(f"parallel.prefetch = {self.prefetch} must be 0 (torch's order) or more blocks")
-        if self.storage == "split" and self.precision != "bf16":
+        if self.storage != "fp32" and self.precision != "bf16":
             raise ValueError(
-                f"parallel.storage = split keeps weights as bf16 and a remainder, but parallel.precision = "
+                f"parallel.storage = {self.storage} keeps weights in bf16, but parallel.precision = "
                 f"{self.precision}; use precision bf16, or storage fp32"
             )
-        if self.storage == "split" and self.accumulate == "sharded":
+        if self.storage != "fp32" and self.accumulate == "sharded":
             raise ValueError(
-                "parallel.accumulate = sharded would add microbatches up in bf16 under parallel.storage = split; use "
-                "accumulate unsharded, or storage fp32"
+                f"parallel.accumulate = sharded would add microbatches up in bf16 under parallel.storage = "
+                f"{self.storage}; use accumulate unsharded, or storage fp32"
             )
         for name in ("init_timeout_s", "build_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, name) <= 1e8:

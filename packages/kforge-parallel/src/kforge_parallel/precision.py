@@ -42,17 +42,20 @@ PRECISIONS = {
 
 
 def precision_of(name: str, storage: str = "fp32") -> Precision:
-    """The Precision of a config word. ``storage = "split"``: bf16 weights, whose other half the optimizer keeps.
+    """The Precision of a config word. ``storage = "split"``: bf16 weights, whose other half the optimizer keeps;
+    ``"stochastic"``: bf16 weights alone.
 
-    Raises ValueError that lists the known words, and for split storage in another precision than bf16.
+    Raises ValueError that lists the known words, and for either of them in another precision than bf16.
     """
     if name not in PRECISIONS:
         raise ValueError(f"parallel.precision = {name!r} is unknown; use one of {', '.join(PRECISIONS)}")
     precision = PRECISIONS[name]
     if storage == "fp32":
         return precision
-    if storage != "split" or name != "bf16":
-        raise ValueError(f"parallel.storage = {storage!r} with precision {name!r} is unknown; split goes with bf16")
+    if storage not in ("split", "stochastic") or name != "bf16":
+        raise ValueError(
+            f"parallel.storage = {storage!r} with precision {name!r} is unknown; split and stochastic go with bf16"
+        )
     return replace(precision, storage=torch.bfloat16)
 
 
@@ -62,10 +65,12 @@ def precision_table(config: ParallelConfig, world_size: int) -> dict[str, str]:
     precision = precision_of(config.precision, config.storage)
     summed = short[precision.reduce]
     remark = {"tf32": " (products in TF32)", "fp16": " (loss scaled)"}.get(config.precision, "")
-    split = config.storage == "split"
+    how = {"split": ", the bits missing to fp32 with the optimizer", "stochastic": ", rounded stochastically"}
     return {
-        "weights": short[precision.storage] + (", the bits missing to fp32 with the optimizer" if split else ""),
+        "weights": short[precision.storage] + how.get(config.storage, ""),
         "compute": short[precision.compute] + remark,
         "gradients over microbatches": f"{summed}, {config.accumulate}",
-        "gradients over ranks": "one rank" if world_size == 1 else summed + (", then rounded to bf16 once" * split),
+        "gradients over ranks": "one rank"
+        if world_size == 1
+        else summed + (", then rounded to bf16 once" if config.storage in how else ""),
     }

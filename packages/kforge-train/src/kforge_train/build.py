@@ -134,7 +134,7 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
 def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:
     """The optimizer of a job over its model. Under split storage, weights start from the same fp32 bits as ever."""
     storage, seed = config.parallel.storage, config.train.seed
-    optimizer = build_optimizer(model, optim_config(config), config.train.steps, storage=storage)
+    optimizer = build_optimizer(model, optim_config(config), config.train.steps, storage=storage, seed=seed)
     if storage == "split":
         optimizer.load_full_weights(
             (name, model.init_value_(name, torch.empty_like(parameter, dtype=torch.float32), seed))  # type: ignore[operator]

@@ -51,6 +51,10 @@ _FREE = {
 """Fields of the model that may change at a resume: the weights are the same model's with any of them."""
 
 
+_KEPT = {"parallel.storage": "weights", "optim.moments": "moments"}
+"""Fields that say how a checkpoint's tensors are stored, and of what."""
+
+
 def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
     """Refuse to go on with another model than the checkpoint's, also where all shapes agree; log other changes.
 
@@ -70,10 +74,11 @@ def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
             f"would jump. Cool it down from here, --optim.decay_from {step}, or go on from an earlier checkpoint"
         )
     for path, text in changes:
-        if path == "parallel.storage":
+        if path in _KEPT:
+            section, name = path.split(".")
             raise ConfigError(
-                f"the run at step {step} keeps its weights in another way: {text}. Go on with what it has, "
-                f"--parallel.storage {saved['parallel']['storage']}, or start another run with --train.run_dir"
+                f"the run at step {step} keeps its {_KEPT[path]} in another way: {text}. Go on with what it has, "
+                f"--{path} {saved[section][name]}, or start another run with --train.run_dir"
             )
         if not path.startswith("train.run_dir"):
             _log.info("changed since step %d: %s", step, text)
