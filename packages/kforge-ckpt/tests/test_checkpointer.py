@@ -204,6 +204,7 @@ def test_retention_and_events(tmp_path: Path) -> None:
     for step in range(1, 8):
         ckpt.save(step, {"box": Box(n=step)})
     assert ckpt.steps() == [4, 6, 7]
+    ckpt.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "latest",
         *(f"step_{step:08d}" for step in (4, 6, 7)),
@@ -266,8 +267,15 @@ def test_a_state_without_pickle_only(tmp_path: Path) -> None:
 
 
 def test_what_does_not_exist_is_said() -> None:
-    with pytest.raises(ValueError, match="mode = 'async' does not exist; there is 'sync'"):
-        Checkpointer("x", mode="async")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode = 'asynch' does not exist; there are 'sync' and 'async'"):
+        Checkpointer("x", mode="asynch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="writer = 'fork' does not exist; there are 'thread' and 'process'"):
+        Checkpointer("x", mode="async", writer="fork")  # type: ignore[arg-type]
+    for options in ({"overlap": True}, {"writer": "process"}, {"staging_bytes": 1}):
+        with pytest.raises(ValueError, match="overlap, writer and staging_bytes are of mode 'async'"):
+            Checkpointer("x", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="staging_bytes = 0 must be some bytes"):
+        Checkpointer("x", mode="async", staging_bytes=0)
     with pytest.raises(ValueError, match="keep_last = 0"):
         Checkpointer("x", keep_last=0)
     with pytest.raises(ValueError, match="verify = 'no' does not exist"):

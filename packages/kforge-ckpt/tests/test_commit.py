@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kforge_ckpt import CheckpointError, DamagedCheckpointError, commit
-from kforge_ckpt.safetensors import FileRecord
+from kforge_ckpt.files import FileRecord, checksum, checksum_text
 
 
 def make(root: Path, step: int, name: str | None = None) -> Path:
@@ -44,7 +44,11 @@ def test_cleaning_removes_dead_stagings_by_their_exact_name(tmp_path: Path) -> N
     for name in ("step_00000003.tmp", "step_00000003.tmp-xyz", "step_3.tmp-12345678.bak", "notes"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000003.tmp-12345678").write_text("a file")
-    assert commit.clean(tmp_path) == [dead.name]
+    (tmp_path / ".latest.tmp").write_text("step_00000002")
+    left = commit.leftovers(tmp_path)
+    assert left == [dead, tmp_path / ".latest.tmp"]
+    for path in left:
+        commit.discard(path)
     assert not dead.exists()
     assert len(list(tmp_path.iterdir())) == 5
 
@@ -59,7 +63,9 @@ def test_a_folder_in_the_way_without_a_marker_is_put_aside(tmp_path: Path) -> No
 
 
 def test_deleting_leaves_nothing(tmp_path: Path) -> None:
-    commit.delete(tmp_path, make(tmp_path, 4))
+    aside = commit.put_aside(tmp_path, make(tmp_path, 4))
+    assert commit.committed(tmp_path) == {} and commit.leftovers(tmp_path) == [aside]
+    commit.remove(aside)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,6 +144,6 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path, name: str) -> None:
     manifest = {"format": 1, "step": 1, "files": {name: {"size": 1, "checksum": "crc32:00000000"}}}
     data = json.dumps(manifest).encode()
     (folder / "manifest.json").write_bytes(data)
-    (folder / "COMMITTED").write_text(json.dumps({"format": 1, "step": 1, "manifest": commit.checksum(data)}))
+    (folder / "COMMITTED").write_text(json.dumps({"format": 1, "step": 1, "manifest": checksum_text(checksum(data))}))
     with pytest.raises(DamagedCheckpointError, match="no file of a checkpoint"):
         commit.Contents(folder)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from kforge_ckpt import Checkpointer, CheckpointError, PerRank, RngState, commit
+from kforge_ckpt import Checkpointer, CheckpointError, PerRank, RngState
+from kforge_ckpt.files import checksum, checksum_text
 
 
 class Touch:
@@ -47,10 +48,10 @@ def reseal(folder: Path, name: str) -> None:
     """What an author of bad files would do: make the manifest and the marker fit the planted file."""
     manifest = json.loads((folder / "manifest.json").read_text())
     data = (folder / name).read_bytes()
-    manifest["files"][name] = {"size": len(data), "checksum": commit.checksum(data)}
+    manifest["files"][name] = {"size": len(data), "checksum": checksum_text(checksum(data))}
     sealed = json.dumps(manifest).encode()
     (folder / "manifest.json").write_bytes(sealed)
-    (folder / "COMMITTED").write_text(json.dumps({"format": 1, "step": 1, "manifest": commit.checksum(sealed)}))
+    (folder / "COMMITTED").write_text(json.dumps({"format": 1, "step": 1, "manifest": checksum_text(checksum(sealed))}))
 
 
 FILES = [

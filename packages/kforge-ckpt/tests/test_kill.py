@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kforge_ckpt import Checkpointer, CheckpointError, PerRank, commit, safetensors
+from kforge_ckpt import Checkpointer, CheckpointError, PerRank, commit, files
 from kforge_testing import RankFailure, run_ranks
 
 COMMITS_AT = commit.POINTS.index("renamed")
@@ -41,15 +41,17 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_and_die(rank: int, world: int, folder: str, point: str, victim: int) -> None:
-    ckpt = Checkpointer(folder, keep_last=1)
+def save_and_die(rank: int, world: int, folder: str, point: str, victim: int, options: dict[str, Any]) -> None:
+    ckpt = Checkpointer(folder, keep_last=1, **options)
     ckpt.save(1, {"box": box_of(1, world)})
+    ckpt.wait()
     if rank == victim:
         if point == "tensor bytes":  # in the middle of a file
-            safetensors.ChecksumWriter.write = die  # type: ignore[method-assign, assignment]
+            files.write_block = die  # type: ignore[method-assign, assignment]
         else:
             commit.reached = lambda at: die() if at == point else None  # type: ignore[assignment]
     ckpt.save(2, {"box": box_of(2, world)})
+    ckpt.close()
 
 
 def resume(rank: int, world: int, folder: str) -> tuple[int | None, list[int], list[str]]:
@@ -64,20 +66,30 @@ def resume(rank: int, world: int, folder: str) -> tuple[int | None, list[int], l
     latest = Path(folder, "latest").read_text().strip()
     assert (Path(folder) / latest / "COMMITTED").is_file()
     ckpt.save(3, {"box": box_of(3, world)})
+    ckpt.close()
     return step, steps, sorted(os.listdir(folder))
 
 
+THREAD = {"mode": "async", "overlap": True}
+PROCESS = {"mode": "async", "writer": "process"}
 CASES = [
-    *((1, 0, point) for point in (*commit.POINTS, "tensor bytes")),
-    *((2, 0, point) for point in ("staged", "all ranks written", "marker written", "renamed", "prune renamed")),
-    *((2, 1, point) for point in ("tensor bytes", "tensors written", "rank written")),
+    *((1, 0, point, {}) for point in (*commit.POINTS, "tensor bytes")),
+    *((1, 0, point, THREAD) for point in (*commit.POINTS, "tensor bytes")),
+    *((1, 0, point, PROCESS) for point in commit.POINTS),
+    *((2, 0, point, {}) for point in ("staged", "all ranks written", "marker written", "renamed", "prune renamed")),
+    *((2, 0, point, THREAD) for point in ("staged", "all ranks written", "renamed")),
+    *((2, 1, point, {}) for point in ("tensor bytes", "tensors written", "rank written")),
+    *((2, 1, point, THREAD) for point in ("tensor bytes", "rank written")),
+    *((2, 1, point, PROCESS) for point in ("tensors written",)),
 ]
 
 
-@pytest.mark.parametrize(("world", "victim", "point"), CASES)
-def test_kill_9_leaves_a_loadable_checkpoint(tmp_path: Path, world: int, victim: int, point: str) -> None:
+@pytest.mark.parametrize(("world", "victim", "point", "options"), CASES)
+def test_kill_9_leaves_a_loadable_checkpoint(
+    tmp_path: Path, world: int, victim: int, point: str, options: dict[str, Any]
+) -> None:
     with pytest.raises(RankFailure):
-        run_ranks(save_and_die, world, str(tmp_path), point, victim)
+        run_ranks(save_and_die, world, str(tmp_path), point, victim, options)
     committed = point in commit.POINTS and commit.POINTS.index(point) >= COMMITS_AT
     pruned = point in ("prune renamed", "pruned")
     # After two ranks died, one process goes on: what is left must not depend on who comes next.
@@ -87,9 +99,10 @@ def test_kill_9_leaves_a_loadable_checkpoint(tmp_path: Path, world: int, victim:
     assert names == ["latest", "step_00000003"]
 
 
-def failing_rank(rank: int, world: int, folder: str, victim: int, point: str) -> str:
-    ckpt = Checkpointer(folder)
+def failing_rank(rank: int, world: int, folder: str, victim: int, point: str, options: dict[str, Any]) -> str:
+    ckpt = Checkpointer(folder, **options)
     ckpt.save(1, {"box": box_of(1, world)})
+    ckpt.wait()
 
     def full(at: str) -> None:
         if at == point:
@@ -97,11 +110,12 @@ def failing_rank(rank: int, world: int, folder: str, victim: int, point: str) ->
 
     if rank == victim:
         if point == "tensor bytes":
-            safetensors.ChecksumWriter.write = lambda *_: full(point)  # type: ignore[method-assign, assignment]
+            files.write_block = lambda *_: full(point)  # type: ignore[method-assign, assignment]
         else:
             commit.reached = full  # type: ignore[assignment]
     with pytest.raises(CheckpointError) as error:
         ckpt.save(2, {"box": box_of(2, world)})
+        ckpt.wait()
     assert sorted(os.listdir(folder)) == ["latest", "step_00000001"] or rank != 0  # rank 0 sweeps before it raises
     return str(error.value)
 
@@ -116,8 +130,11 @@ def failing_rank(rank: int, world: int, folder: str, victim: int, point: str) ->
         (0, "marker written"),
     ],
 )
-def test_one_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path: Path, victim: int, point: str) -> None:
-    errors = run_ranks(failing_rank, 2, str(tmp_path), victim, point)
+@pytest.mark.parametrize("options", [{}, THREAD], ids=["sync", "async"])
+def test_one_rank_that_cannot_write_fails_all_and_leaves_nothing(
+    tmp_path: Path, victim: int, point: str, options: dict[str, Any]
+) -> None:
+    errors = run_ranks(failing_rank, 2, str(tmp_path), victim, point, options)
     assert errors[0] == errors[1]
     assert f"rank {victim}: OSError: [Errno 28] No space left on device" in errors[0]
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
@@ -143,6 +160,6 @@ def test_tidying_that_fails_does_not_undo_a_commit(
 
     ckpt = Checkpointer(tmp_path, keep_last=1)
     ckpt.save(1, {"box": box_of(1, 1)})
-    monkeypatch.setattr(commit, "delete", fail)
+    monkeypatch.setattr(commit, "put_aside", fail)
     assert ckpt.save(2, {"box": box_of(2, 1)}) is True
     assert ckpt.latest() == 2 and "tidying up" in caplog.text

@@ -1,4 +1,4 @@
-"""The two classes as torch.distributed.checkpoint uses them, without the rest of the package."""
+"""Plans of torch.distributed.checkpoint written and read, without the rest of the package."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_ckpt import DamagedCheckpointError
-from kforge_ckpt.safetensors import DTYPES
-from kforge_ckpt.storage import TensorReader, TensorWriter, read_index
+from kforge_ckpt.safetensors import DTYPES, write_tensors
+from kforge_ckpt.storage import TensorReader, local_plan, read_index, united_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    writer = TensorWriter(folder, rank=0)
-    dcp.save(dict(tensors), storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
-    assert set(writer.files) == ({"tensors-00000.safetensors"} if tensors else set())
-    return writer.index
+    layout = united_layout([local_plan(tensors, first=True)], rank=0)
+    assert layout.file == ("tensors-00000.safetensors" if tensors else None)
+    if layout.file is not None:
+        write_tensors(folder / layout.file, layout.specs, layout.pieces(tensors))
+    return layout.index
 
 
 def load(folder: Path, index: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -8,21 +8,41 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from kforge_ckpt import commit
+from kforge_ckpt.background import Background
 from kforge_ckpt.errors import CheckpointError
+from kforge_ckpt.files import FileRecord, write_file
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.restoring import Plan, Saved, read_meta
 from kforge_ckpt.retention import expendable
-from kforge_ckpt.safetensors import FileRecord
-from kforge_ckpt.saving import Collected, agree, collect, write, write_shared
+from kforge_ckpt.safetensors import header_of, write_tensors
+from kforge_ckpt.saving import Agreement, Collected, WriteTensors, collect, write, write_shared
+from kforge_ckpt.staging import HostMemory, Staging
 from kforge_ckpt.state import Json, Stateful, enter_forms
+from kforge_ckpt.storage import Layout
+from kforge_ckpt.writer import WriterProcess
 
 logger = logging.getLogger("kforge_ckpt")
 
 Event = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass
+class Save:
+    """One save, once the ranks have agreed on it."""
+
+    step: int
+    what: str
+    folder: Path
+    started: float
+    collected: Collected
+    tree: Json
+    layout: Layout
 
 
 class Checkpointer:
@@ -34,7 +54,13 @@ class Checkpointer:
     dir: the folder of the checkpoints; made by the first save.
     keep_last: how many of the newest are kept; at least 1. The one just saved is kept always.
     keep_every: steps that are multiples of it are never deleted; 0: none.
-    mode: "sync": `save` returns when the checkpoint is committed.
+    mode: "sync": `save` returns when the checkpoint is committed. "async": tensors are copied to host memory, and
+        written in the background, one save at a time.
+    overlap: in mode "async", `save` returns before the copy is done; you call `staged` before you change a tensor.
+    writer: in mode "async", "thread", or "process": another Python process writes, so that this one's interpreter does
+        not share its time with it (Linux).
+    staging_bytes: host memory to copy to, in bytes; None: as much as this rank writes. With less, `staged` may wait for
+        the disk.
     on_event: called on rank 0 with ``("checkpoint_saved" | "checkpoint_restored" | "checkpoint_deleted", values)``;
         by default these lines go to the logger ``kforge_ckpt``.
     """
@@ -45,17 +71,41 @@ class Checkpointer:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
-        mode: Literal["sync"] = "sync",
+        mode: Literal["sync", "async"] = "sync",
+        overlap: bool = False,
+        writer: Literal["thread", "process"] = "thread",
+        staging_bytes: int | None = None,
         on_event: Event | None = None,
     ) -> None:
-        if mode != "sync":
-            raise ValueError(f"mode = {mode!r} does not exist; there is 'sync'")
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode = {mode!r} does not exist; there are 'sync' and 'async'")
+        if writer not in ("thread", "process"):
+            raise ValueError(f"writer = {writer!r} does not exist; there are 'thread' and 'process'")
+        if mode == "sync" and (overlap or writer != "thread" or staging_bytes is not None):
+            raise ValueError("overlap, writer and staging_bytes are of mode 'async'; leave them out, or set the mode")
+        if writer == "process" and not hasattr(os, "memfd_create"):
+            raise ValueError("writer = 'process' needs memory without a name, which only Linux has; use 'thread'")
+        if staging_bytes is not None and staging_bytes < 1:
+            raise ValueError(
+                f"staging_bytes = {staging_bytes} must be a number of bytes, or None for all that it takes"
+            )
         expendable((), keep_last=keep_last, keep_every=keep_every)  # says what is wrong with the numbers, if anything
         self.dir = Path(dir)
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.mode = mode
+        self.overlap = overlap
+        self.writer = writer
+        self.staging_bytes = staging_bytes
         self._on_event = on_event
         self._ranks_now: Ranks | None = None
+        self._ranks_then: Ranks | None = None
+        self._agreement = Agreement()
+        self._saving = Background()
+        self._tidying = Background()
+        self._staging: Staging | None = None
+        self._memory: HostMemory | None = None
+        self._process: WriterProcess | None = None
 
     # What is there.
 
@@ -81,10 +131,14 @@ class Checkpointer:
     # Saving.
 
     def save(self, step: int, states: Mapping[str, Stateful], meta: dict[str, Any] | None = None) -> bool:
-        """Save ``states`` as the checkpoint of ``step``; on return it is committed, and old ones are deleted.
+        """Save ``states`` as the checkpoint of ``step``; in mode "sync" it is committed on return.
 
         ``meta`` is a small dict of plain values to be read without loading anything (rank 0's counts). Returns False
         when ``step`` is committed already: it is left as it is, whatever the states are now.
+
+        In mode "async" it returns when the states may be changed again, and the rest goes on beside the caller; with
+        ``overlap`` it does not wait for that either, and the caller waits by `staged` before it changes a tensor. A
+        save that is still going on is waited for first, and what it failed with is raised here.
 
         Raises CheckpointError on all ranks when any of them could not do its part, and then nothing of this step is
         visible; UnsupportedStateError when a value cannot be written or the ranks disagree about it.
@@ -92,6 +146,7 @@ class Checkpointer:
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step = {step!r} must be a whole number from 0 on")
         started = time.perf_counter()
+        self.wait()
         ranks = self._ranks()
         if not ranks.joined and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise CheckpointError(
@@ -104,52 +159,137 @@ class Checkpointer:
                 logger.info("step %d is committed already in %s; it is left as it is", step, self.dir)
             return False
         with ExitStack() as stack:
-            ranks.all(what, lambda: enter_forms(states, stack))
-            collected = ranks.all(what, lambda: collect(states, meta))
-            tree = agree(ranks, what, step, collected)
+            forms = ranks.all(what, lambda: enter_forms(states, stack))
+            collected, tree, layout = self._agreement.reach(ranks, what, step, lambda: collect(states, meta))
             folder = Path(ranks.first(what, lambda: self._stage(step)))
-            try:
-                files, index = write(ranks, what, folder, collected)
-                size = ranks.first(what, lambda: self._commit(step, folder, files, index, tree, collected, ranks.world))
-            except BaseException:
-                if ranks.rank == 0:
-                    shutil.rmtree(folder, ignore_errors=True)
-                raise
-        ranks.first(f"step {step} is committed, but not what follows", lambda: self._tidy(step, started, size))
+            job = Save(step, what, folder, started, collected, tree, layout)
+            if self.mode == "sync":
+                self._finish(ranks, job, self._direct(job))
+                return True
+            beside = self._ranks_beside()
+            staging = self._staging = self._copy(job)
+            self._saving.start(f"kforge-ckpt-{step}", lambda: self._finish(beside, job, self._staged(job, staging)))
+            if forms or not self.overlap:  # to leave a form is to change tensors
+                self.staged()
         return True
 
-    def _stage(self, step: int) -> str:
-        for name in commit.clean(self.dir):
-            logger.info("removed %s, left behind by a save or a deletion that did not end", self.dir / name)
-        return str(commit.stage(self.dir, step))
+    def staged(self) -> None:
+        """Wait until the tensors of the last save may be changed. On CUDA the host does not wait: the current stream
+        does, for the copy. Call it before an optimizer's step when ``overlap`` is on."""
+        if self._staging is not None:
+            self._staging.wait()
+            self._staging = None
 
-    def _commit(
-        self,
-        step: int,
-        folder: Path,
-        files: dict[str, FileRecord],
-        index: dict[str, Any],
-        tree: Json,
-        collected: Collected,
-        world: int,
-    ) -> int:
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed, on whatever rank. `wait` raises its error."""
+        return self._saving.failed
+
+    def wait(self) -> None:
+        """Wait until all that was begun is done: a save is committed, old checkpoints are deleted. Raises what the
+        save in the background failed with; that is the same error on all ranks."""
+        self.staged()
+        try:
+            self._saving.wait()
+        finally:
+            self._tidying.wait()
+
+    def close(self) -> None:
+        """`wait`, and let go of the process that writes, if there is one."""
+        try:
+            self.wait()
+        finally:
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+
+    def _stage(self, step: int) -> str:
+        left = commit.leftovers(self.dir)
+        folder = commit.stage(self.dir, step)
+        if left:
+            self._tidying.start("kforge-ckpt-clean", lambda: self._clean(left))
+        return str(folder)
+
+    def _clean(self, left: list[Path]) -> None:
+        for path in left:
+            commit.discard(path)
+            logger.info("removed %s, left behind by a save or a deletion that did not end", path)
+
+    def _finish(self, ranks: Ranks, job: Save, write_tensors: WriteTensors) -> None:
+        """From the staging folder to the committed one; collective."""
+        try:
+            files = write(ranks, job.what, job.folder, job.layout, job.collected.parts.per_rank, write_tensors)
+            size = ranks.first(job.what, lambda: self._commit(job, files, ranks.world))
+        except BaseException:
+            if ranks.rank == 0:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            raise
+        if ranks.rank == 0:
+            self._saved(job, size)
+
+    def _commit(self, job: Save, files: dict[str, FileRecord], world: int) -> int:
         commit.reached("all ranks written")
-        files = {**files, **write_shared(folder, step, world, index, tree, collected.meta)}
-        commit.commit(self.dir, folder, step, files)
+        files = files | write_shared(job.folder, job.step, world, job.layout.index, job.tree, job.collected.meta)
+        commit.commit(self.dir, job.folder, job.step, files)
         return sum(record.size for record in files.values())
 
-    def _tidy(self, step: int, started: float, size: int) -> None:
-        """After the commit. The checkpoint exists: what fails here is told, and is no reason to stop a run."""
-        found = commit.committed(self.dir)
-        seconds = time.perf_counter() - started
-        self._tell("checkpoint_saved", step=step, seconds=seconds, bytes=size, path=str(found[step]))
+    def _saved(self, job: Save, size: int) -> None:
+        """After the commit, on rank 0. The checkpoint exists: what fails here is told, and is no reason to stop."""
+        seconds = time.perf_counter() - job.started
         try:
+            found = commit.committed(self.dir)
+            self._tell("checkpoint_saved", step=job.step, seconds=seconds, bytes=size, path=str(found[job.step]))
             commit.point_latest(self.dir, found[max(found)])
-            for old in expendable(found, keep_last=self.keep_last, keep_every=self.keep_every, protect=[step]):
-                commit.delete(self.dir, found[old])
-                self._tell("checkpoint_deleted", step=old, path=str(found[old]))
+            old = expendable(found, keep_last=self.keep_last, keep_every=self.keep_every, protect=[job.step])
+            aside = [(step, commit.put_aside(self.dir, found[step])) for step in old]
         except OSError as error:
-            logger.warning("step %d is committed, but tidying up %s failed: %s", step, self.dir, error)
+            logger.warning("step %d is committed, but tidying up %s failed: %s", job.step, self.dir, error)
+            return
+        if aside:
+            self._tidying.start("kforge-ckpt-delete", lambda: self._delete(aside))
+
+    def _delete(self, aside: list[tuple[int, Path]]) -> None:
+        for step, folder in aside:
+            try:
+                commit.remove(folder)
+            except OSError as error:
+                logger.warning("%s, the deleted step %d, was not removed: %s", folder, step, error)
+            else:
+                self._tell("checkpoint_deleted", step=step, path=str(folder))
+
+    # How the bytes of tensors get to the file.
+
+    def _direct(self, job: Save) -> WriteTensors:
+        """From where they lie."""
+        return lambda path: write_tensors(path, job.layout.specs, job.layout.pieces(job.collected.parts.tensors))
+
+    def _copy(self, job: Save) -> Staging:
+        """Begin to copy what this rank writes."""
+        for parts in job.collected.parts.per_rank.values():
+            parts.tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts.tensors.items()}
+        pieces = list(job.layout.pieces(job.collected.parts.tensors))
+        device = next((piece.device for piece in pieces if piece.is_cuda), None)
+        if self._memory is None:
+            shared = self.writer == "process"
+            self._memory = HostMemory(self.staging_bytes, pinned=device is not None, shared=shared)
+        return Staging(pieces, self._memory, device)
+
+    def _staged(self, job: Save, staging: Staging) -> WriteTensors:
+        """From where they were copied to."""
+
+        def write_later(path: Path) -> FileRecord:
+            head, blocks = header_of(job.layout.specs, path.name), staging.blocks()
+            try:
+                if self.writer == "thread":
+                    return write_file(path, chain([head], (block.wait() for block in blocks)))
+                assert self._memory is not None and self._memory.handle is not None
+                if self._process is None or not self._process.alive:
+                    self._process = WriterProcess(self._memory.handle)
+                return self._process.write_file(path, head, blocks)
+            finally:
+                staging.stop()
+
+        return write_later
 
     # Restoring.
 
@@ -208,8 +348,14 @@ class Checkpointer:
 
     def _ranks(self) -> Ranks:
         if self._ranks_now is None or self._ranks_now.stale:
-            self._ranks_now = Ranks()
+            self._ranks_now, self._ranks_then, self._agreement = Ranks(), None, Agreement()
         return self._ranks_now
+
+    def _ranks_beside(self) -> Ranks:
+        """The same ranks, for the messages of a save in the background."""
+        if self._ranks_then is None:
+            self._ranks_then = Ranks(own_group=True)
+        return self._ranks_then
 
     def _tell(self, kind: str, **values: Any) -> None:
         if self._on_event is not None:

@@ -20,12 +20,11 @@ import os
 import re
 import secrets
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
-from kforge_ckpt.safetensors import ChecksumWriter, FileRecord
+from kforge_ckpt.files import FileRecord, checksum, checksum_text, write_json
 
 FORMAT = 1
 """Version of the layout on disk. A reader refuses a higher one."""
@@ -88,26 +87,21 @@ def stage(root: Path, step: int) -> Path:
     return folder
 
 
-def clean(root: Path) -> list[str]:
-    """Remove what dead saves and deletions left behind: staging folders only, by their exact form of name."""
+def leftovers(root: Path) -> list[Path]:
+    """What dead saves and deletions left behind, by its exact form of name."""
     if not root.is_dir():
         return []
-    names = [name for name in sorted(os.listdir(root)) if _STAGING.fullmatch(name) and (root / name).is_dir()]
-    for name in names:
-        shutil.rmtree(root / name, ignore_errors=True)
-    (root / f".{LATEST}.tmp").unlink(missing_ok=True)
-    return names
+    found = [root / name for name in sorted(os.listdir(root)) if _STAGING.fullmatch(name) and (root / name).is_dir()]
+    staged = root / f".{LATEST}.tmp"
+    return [*found, staged] if staged.exists() else found
 
 
-def write_json(path: Path, value: dict[str, Any]) -> FileRecord:
-    """Write an object as JSON, one line an entry, and fsync the file."""
-    entries = (f"{json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in value.items())
-    with open(path, "xb") as file:
-        out = ChecksumWriter(file)
-        out.write(("{\n" + ",\n".join(entries) + "\n}\n").encode())
-        file.flush()
-        os.fsync(file.fileno())
-    return out.record
+def discard(left: Path) -> None:
+    """Remove one of the `leftovers`, as far as it can be."""
+    if left.is_dir():
+        shutil.rmtree(left, ignore_errors=True)
+    else:
+        left.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:
@@ -168,11 +162,16 @@ def point_latest(root: Path, folder: Path) -> None:
     reached("latest written")
 
 
-def delete(root: Path, folder: Path) -> None:
-    """Delete a committed checkpoint: in one rename it is gone for every reader, then its files are removed."""
+def put_aside(root: Path, folder: Path) -> Path:
+    """Take a committed checkpoint away from every reader, in one rename; `remove` then deletes its files."""
     aside = root / f"{folder.name}.tmp-{secrets.token_hex(4)}"
     folder.rename(aside)
     reached("prune renamed")
+    return aside
+
+
+def remove(aside: Path) -> None:
+    """Delete what was put aside."""
     shutil.rmtree(aside)
     reached("pruned")
 
@@ -193,7 +192,7 @@ class Contents:
             raise CheckpointError(
                 f"{folder} has format {marker['format']}, written by a newer kforge-ckpt; this one reads up to {FORMAT}"
             )
-        if marker.get("manifest") != checksum(data):
+        if marker.get("manifest") != checksum_text(checksum(data)):
             raise DamagedCheckpointError(f"{folder / MANIFEST} is not the one that {MARKER} was written for")
         manifest = self._parse(MANIFEST, data)
         try:
@@ -231,7 +230,7 @@ class Contents:
         if name not in self.files:
             raise DamagedCheckpointError(f"{self.folder / MANIFEST} does not name {name}")
         data = self._bytes(name)
-        if checksum(data) != self.files[name].checksum:
+        if checksum_text(checksum(data)) != self.files[name].checksum:
             raise DamagedCheckpointError(f"{self.folder / name} is damaged: its checksum is not that of the manifest")
         return data
 
@@ -251,14 +250,9 @@ class Contents:
         return value
 
 
-def checksum(data: bytes) -> str:
-    """``crc32:<8 hex digits>``: finds accidents, at memory speed; it is no defence against an author of bad files."""
-    return f"crc32:{zlib.crc32(data):08x}"
-
-
 def _checksum_file(path: Path) -> str:
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return f"crc32:{crc:08x}"
+            crc = checksum(block, crc)
+    return checksum_text(crc)

@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError, UnsupportedStateError
 
 T = TypeVar("T")
+Told = tuple[str, str]
+"""The kind and the text of an error."""
 # The kinds that travel between ranks by name, the most telling first.
 _KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind for kind in (UnsupportedStateError, StateMismatchError, DamagedCheckpointError, CheckpointError)
@@ -26,13 +28,14 @@ class Ranks:
     made, by all of them, at the first use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_group: bool = False) -> None:
+        """own_group: make a group in any case, for another thread's messages."""
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world = 0, 1
         self.joined = dist.is_available() and dist.is_initialized()
         if self.joined:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            if "gloo" not in str(dist.get_backend_config()):
+            if own_group or "gloo" not in str(dist.get_backend_config()):
                 self.group = dist.new_group(backend="gloo")
         self._default = dist.group.WORLD if self.joined else None
 
@@ -60,18 +63,26 @@ class Ranks:
 
     def all(self, what: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank and return its result; if it fails on any of them, raise on all of them."""
-        result, error = _attempt(work)
-        self._raise_if_any(what, self.gather(_describe(error)), error)
+        result, told, error = self.attempt(work)
+        self.raise_if_any(what, self.gather(told), error)
         return cast(T, result)
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """Do ``work`` on rank 0 and return its result everywhere; if it fails, raise on all ranks."""
-        result, error = _attempt(work) if self.rank == 0 else (None, None)
-        result, told = self.broadcast((result, _describe(error)))
-        self._raise_if_any(what, [told], error)
+        result, told, error = self.attempt(work) if self.rank == 0 else (None, None, None)
+        result, told = self.broadcast((result, told))
+        self.raise_if_any(what, [told], error)
         return cast(T, result)
 
-    def _raise_if_any(self, what: str, told: list[tuple[str, str] | None], own: Exception | None) -> None:
+    def attempt(self, work: Callable[[], T]) -> tuple[T | None, Told | None, Exception | None]:
+        """Do ``work`` on this rank: its result, what other ranks are told of its failure, and the failure itself."""
+        try:
+            return work(), None, None
+        except Exception as error:
+            return None, (type(error).__name__, str(error)), error
+
+    def raise_if_any(self, what: str, told: list[Told | None], own: Exception | None) -> None:
+        """Raise one error on all ranks when any of them, in order, was ``told`` of a failure."""
         failed = {rank: name_text for rank, name_text in enumerate(told) if name_text is not None}
         if failed:
             raise combine(what, failed, self.world) from own
@@ -108,14 +119,3 @@ def plain_errors(what: str, world: int) -> Iterator[None]:
                 raise cause from None
         told = {rank: (type(cause).__name__, str(cause)) for rank, cause in causes.items()}
         raise combine(what, told, world) from next(iter(causes.values()))
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
-
-
-def _describe(error: Exception | None) -> tuple[str, str] | None:
-    return None if error is None else (type(error).__name__, str(error))

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from kforge_ckpt.errors import DamagedCheckpointError, UnsupportedStateError
+from kforge_ckpt.files import Block, FileRecord, write_file
 
 DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
@@ -67,32 +67,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """What the manifest keeps of a file: ``size`` in bytes and ``checksum`` as ``crc32:<8 hex digits>``."""
-
-    size: int
-    checksum: str
-
-
-class ChecksumWriter:
-    """Writes to a file and keeps its size and CRC-32 on the way, so that no byte is read twice."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._crc = 0
-        self._size = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._crc = zlib.crc32(data, self._crc)
-        self._size += len(data)
-
-    @property
-    def record(self) -> FileRecord:
-        return FileRecord(self._size, f"crc32:{self._crc:08x}")
-
-
-@dataclass(frozen=True)
 class Spec:
     """A tensor that is to be written: key in the file, dtype, shape."""
 
@@ -100,52 +74,58 @@ class Spec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-def write_tensors(path: Path, specs: list[Spec], tensors: Iterable[torch.Tensor]) -> FileRecord:
-    """Write a safetensors file and fsync it. ``tensors`` yields one tensor per spec, in their order.
 
-    A tensor may lie on any device and need not be contiguous; it is brought to the CPU when its turn comes.
-    """
+def header_of(specs: Iterable[Spec], file: str) -> bytes:
+    """What a safetensors file with these tensors begins with; their bytes follow without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
         if spec.key in header:
-            raise UnsupportedStateError(f"two tensors would have the key {spec.key!r} in {path.name}; rename one")
-        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+            raise UnsupportedStateError(f"two tensors would have the key {spec.key!r} in {file}; rename one")
         header[spec.key] = {
             "dtype": dtype_name(spec.dtype, spec.key),
             "shape": list(spec.shape),
-            "data_offsets": [offset, offset + nbytes],
+            "data_offsets": [offset, offset + spec.nbytes],
         }
-        offset += nbytes
+        offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise UnsupportedStateError(f"{path.name} would hold {len(specs)} tensors, more than its header may name")
-    with open(path, "xb") as file:
-        out = ChecksumWriter(file)
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
+        raise UnsupportedStateError(f"{file} would hold {len(header) - 1} tensors, more than its header may name")
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensors(path: Path, specs: Sequence[Spec], tensors: Iterable[torch.Tensor]) -> FileRecord:
+    """Write a safetensors file and fsync it. ``tensors`` yields one tensor per spec, in their order.
+
+    A tensor may lie on any device and need not be contiguous; it is brought to the CPU when its turn comes.
+    """
+
+    def blocks() -> Iterator[Block]:
+        yield header_of(specs, path.name)
         for spec, tensor in zip(specs, tensors, strict=True):
-            data = _bytes_of(tensor)
-            if len(data) != math.prod(spec.shape) * spec.dtype.itemsize:
+            data = memoryview(flat_bytes(tensor).cpu().numpy())  # type: ignore[arg-type] # numpy 2 stubs on 3.11
+            if len(data) != spec.nbytes:
                 raise UnsupportedStateError(f"{spec.key} changed its size while it was being saved")
-            out.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return out.record
+            yield data
+
+    return write_file(path, blocks())
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as the format has them, [n] uint8, where it lies; shares memory if contiguous."""
+    if tensor.layout != torch.strided:
+        raise UnsupportedStateError(f"a tensor of layout {tensor.layout} cannot be saved; use .to_dense() first")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def file_order(specs: Iterable[Spec]) -> list[Spec]:
     """Wide dtypes first: the data then stays aligned without padding, which the format does not allow."""
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    if tensor.layout != torch.strided:
-        raise UnsupportedStateError(f"a tensor of layout {tensor.layout} cannot be saved; use .to_dense() first")
-    flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type] # numpy 2 stubs on 3.11
 
 
 class TensorFile:

@@ -6,21 +6,22 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from kforge_ckpt import commit, state
 from kforge_ckpt._version import __version__
 from kforge_ckpt.errors import CheckpointError, UnsupportedStateError
-from kforge_ckpt.ranks import Ranks, plain_errors
-from kforge_ckpt.safetensors import FileRecord, Spec, dtype_name, file_order, write_tensors
+from kforge_ckpt.files import FileRecord, write_json
+from kforge_ckpt.ranks import Ranks
+from kforge_ckpt.safetensors import Spec, dtype_name, file_order, write_tensors
 from kforge_ckpt.state import Json, Parts, Stateful
-from kforge_ckpt.storage import INDEX, TensorWriter
+from kforge_ckpt.storage import INDEX, Layout, local_plan, united_layout
 
 STATE = "state.json"
 META = "meta.json"
@@ -65,47 +66,89 @@ def collect(states: Mapping[str, Stateful], meta: dict[str, Any] | None) -> Coll
     return Collected(whole, state.encode(dict(meta or {}), "meta"))
 
 
-def agree(ranks: Ranks, what: str, step: int, collected: Collected) -> Json:
-    """The tree of all ranks. Mostly all have the same, so digests are compared before trees travel."""
-    parts = collected.parts
-    specs = {name: f"{dtype_name(t.dtype, name)} {list(t.shape)}" for name, t in parts.tensors.items()}
-    digest = hashlib.sha256(json.dumps([parts.tree, specs], sort_keys=True).encode()).hexdigest()
-    steps, digests = zip(*ranks.gather((step, digest)), strict=True)
-    if len(set(steps)) > 1:
-        raise CheckpointError(f"{what}: the ranks are at different steps, {sorted(set(steps))}")
-    if len(set(digests)) == 1:
-        return parts.tree
-    everyone = ranks.gather((parts.tree, specs))
+class Agreement:
+    """What the ranks agree on before they write, kept for the next save: as a rule only numbers in it change."""
 
-    def united() -> Json:
-        state.merge([specs for _, specs in everyone])
-        return state.merge([tree for tree, _ in everyone])
+    def __init__(self) -> None:
+        self._planned: str | None = None
+        self._layout: Layout | None = None
 
-    return ranks.all(what, united)
+    def reach(
+        self, ranks: Ranks, what: str, step: int, collect: Callable[[], Collected]
+    ) -> tuple[Collected, Json, Layout]:
+        """What this rank saves, the tree of all ranks, and the layout of the files. Raises on all ranks alike.
+
+        Digests are compared first, so that trees and plans travel only where ranks differ, or differ from before.
+        """
+
+        def digested() -> tuple[Collected, str, str]:
+            collected = collect()
+            parts = collected.parts
+            tree = json.dumps([parts.tree, _specs(parts.tensors)], sort_keys=True)
+            placed = json.dumps([[name, *_place(tensor)] for name, tensor in parts.tensors.items()])
+            return collected, hashlib.sha256(tree.encode()).hexdigest(), hashlib.sha256(placed.encode()).hexdigest()
+
+        result, told, error = ranks.attempt(digested)
+        digest = placed = ""
+        if result is not None:
+            _, digest, placed = result
+        everyone = ranks.gather((told, step, digest, placed == self._planned))
+        ranks.raise_if_any(what, [told for told, *_ in everyone], error)
+        assert result is not None
+        collected = result[0]
+        steps = {step for _, step, _, _ in everyone}
+        if len(steps) > 1:
+            raise CheckpointError(f"{what}: the ranks are at different steps, {sorted(steps)}")
+        tree = collected.parts.tree
+        if len({digest for _, _, digest, _ in everyone}) > 1:
+            tree = self._united(ranks, what, collected.parts)
+        if self._layout is None or not all(same for *_, same in everyone):
+            plans = ranks.gather(ranks.all(what, lambda: local_plan(collected.parts.tensors, ranks.rank == 0)))
+            self._layout = ranks.all(what, lambda: united_layout(plans, ranks.rank))
+            self._planned = placed
+        return collected, tree, self._layout
+
+    def _united(self, ranks: Ranks, what: str, parts: Parts) -> Json:
+        everyone = ranks.gather((parts.tree, _specs(parts.tensors)))
+
+        def united() -> Json:
+            state.merge([specs for _, specs in everyone])
+            return state.merge([tree for tree, _ in everyone])
+
+        return ranks.all(what, united)
 
 
-def write(ranks: Ranks, what: str, folder: Path, collected: Collected) -> tuple[dict[str, FileRecord], dict[str, Any]]:
-    """Every rank writes its files. Returns the records of all ranks' files and, on rank 0, the index of tensors."""
-    writer = TensorWriter(folder, ranks.rank)
-    with plain_errors(what, ranks.world):
-        dcp.save(
-            dict(collected.parts.tensors),
-            storage_writer=writer,
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=ranks.group,
-            no_dist=not ranks.joined,
-        )
+def _specs(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{dtype_name(tensor.dtype, name)} {list(tensor.shape)}" for name, tensor in tensors.items()}
+
+
+def _place(tensor: torch.Tensor) -> tuple[str, list[int], str]:
+    """Dtype, shape and layout of a tensor: what a plan of writing follows from."""
+    layout = f"{tensor.placements} of {tensor.device_mesh}" if isinstance(tensor, DTensor) else ""
+    return str(tensor.dtype), list(tensor.shape), layout
+
+
+WriteTensors = Callable[[Path], FileRecord]
+"""Writes the file of this rank's tensors."""
+
+
+def write(
+    ranks: Ranks, what: str, folder: Path, layout: Layout, per_rank: dict[str, Parts], write_own: WriteTensors
+) -> dict[str, FileRecord]:
+    """Every rank writes its files. Returns the records of all ranks' files."""
 
     def own() -> dict[str, FileRecord]:
+        files = {}
+        if layout.file is not None:
+            files[layout.file] = write_own(folder / layout.file)
         commit.reached("tensors written")
-        files = {**writer.files, **_write_per_rank(folder, ranks.rank, collected.parts.per_rank)}
+        files |= _write_per_rank(folder, ranks.rank, per_rank)
         commit.sync_folder(folder)
         commit.reached("rank written")
         return files
 
     own_files = ranks.all(what, own)
-    files = {name: record for one in ranks.gather(own_files) for name, record in one.items()}
-    return files, writer.index
+    return {name: record for one in ranks.gather(own_files) for name, record in one.items()}
 
 
 def _write_per_rank(folder: Path, rank: int, per_rank: dict[str, Parts]) -> dict[str, FileRecord]:
@@ -118,7 +161,7 @@ def _write_per_rank(folder: Path, rank: int, per_rank: dict[str, Parts]) -> dict
         name = rank_file(rank, "safetensors")
         files[name] = write_tensors(folder / name, specs, (tensors[spec.key] for spec in specs))
     name = rank_file(rank, "json")
-    files[name] = commit.write_json(folder / name, {path: parts.tree for path, parts in per_rank.items()})
+    files[name] = write_json(folder / name, {path: parts.tree for path, parts in per_rank.items()})
     return files
 
 
@@ -134,6 +177,4 @@ def write_shared(
         "versions": {"kforge-ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "meta": meta,
     }
-    return {
-        name: commit.write_json(folder / name, value) for name, value in ((INDEX, index), (STATE, tree), (META, about))
-    }
+    return {name: write_json(folder / name, value) for name, value in ((INDEX, index), (STATE, tree), (META, about))}

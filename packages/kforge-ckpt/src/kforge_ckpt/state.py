@@ -48,12 +48,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-def enter_forms(states: Mapping[str, Stateful], stack: ExitStack) -> None:
-    """Enter the ``checkpoint_form()`` of each object that has one; ``stack`` leaves them."""
-    for obj in states.values():
-        form = getattr(obj, "checkpoint_form", None)
-        if form is not None:
-            stack.enter_context(form())
+def enter_forms(states: Mapping[str, Stateful], stack: ExitStack) -> bool:
+    """Enter the ``checkpoint_form()`` of each object that has one; ``stack`` leaves them. Returns whether any has."""
+    forms = [form for obj in states.values() if (form := getattr(obj, "checkpoint_form", None)) is not None]
+    for form in forms:
+        stack.enter_context(form())
+    return bool(forms)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on safetensors files: it plans and reshards, these two classes write and read.
+"""torch.distributed.checkpoint on safetensors files: it plans and reshards, what is here writes and reads.
 
 Each rank writes one file, ``tensors-<rank>.safetensors``, with its shards; the coordinator writes ``tensors.json``:
 for every tensor its dtype, whole shape and chunks (offset, shape, file, key). A whole tensor's key is its name, a
@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,21 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
+    DefaultSavePlanner,
     LoadPlan,
     LoadPlanner,
     Metadata,
     ReadItem,
     SavePlan,
-    SavePlanner,
     StorageReader,
-    StorageWriter,
     TensorStorageMetadata,
     WriteItem,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from kforge_ckpt.errors import DamagedCheckpointError
-from kforge_ckpt.safetensors import DTYPES, FileRecord, Spec, TensorFile, dtype_name, file_order, write_tensors
+from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, dtype_name, file_order
 
 INDEX = "tensors.json"
 
@@ -66,64 +64,69 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
-class TensorWriter(StorageWriter):
-    """Writes this rank's tensors into a folder.
+@dataclass(frozen=True)
+class Layout:
+    """What this rank writes of the tensors of all ranks."""
 
-    After the save, ``files`` holds the record of what this rank wrote, and on the coordinator ``index`` the content
-    of ``tensors.json`` (the caller writes it: it is small, and part of the commit).
-    """
+    rank: int
+    items: tuple[WriteItem, ...]
+    """In the order of its file; a tensor that several ranks hold alike is among those of one of them."""
+    specs: tuple[Spec, ...]
+    """Key, dtype and shape of each item."""
+    index: dict[str, Any]
+    """The content of ``tensors.json``, for all ranks."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder = folder
-        self.rank = rank
-        self.files: dict[str, FileRecord] = {}
-        self.index: dict[str, Any] = {}
+    @property
+    def file(self) -> str | None:
+        """The name of this rank's file; None for a rank that has nothing to write."""
+        return tensor_file(self.rank) if self.items else None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+    def pieces(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """What the items hold now, one after the other: the live memory where it lies."""
+        planner = _planner()
+        planner.set_up_planner(tensors)
+        for item in self.items:
+            piece = planner.resolve_data(item)
+            assert isinstance(piece, torch.Tensor)
+            yield piece.detach()
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+def _planner() -> DefaultSavePlanner:
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items = {_key(item): item for item in plan.items if not _void(item)}
-        if len(items) != sum(not _void(item) for item in plan.items):
-            raise ValueError("two shards of this rank have the same key")
-        name = tensor_file(self.rank)
-        if items:
-            specs = file_order(_spec(key, item) for key, item in items.items())
-            # One after the other, so that no more than one tensor is copied off the device at a time.
-            data = (planner.resolve_data(items[spec.key]) for spec in specs)
-            self.files[name] = write_tensors(self.folder / name, specs, data)  # type: ignore[arg-type]
-        results = [WriteResult(item.index, item.tensor_storage_size() or 0, [name, key]) for key, item in items.items()]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+def local_plan(tensors: dict[str, torch.Tensor], first: bool) -> SavePlan:
+    """What this rank could write; ``first`` is the coordinator."""
+    planner = _planner()
+    planner.set_up_planner(tensors, is_coordinator=first)
+    return planner.create_local_plan()
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {result.index: result.storage_data for per_rank in results for result in per_rank}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)  # only tensors are given to the planner
-            chunks = [
-                {"offset": list(chunk.offsets), "shape": list(chunk.sizes), "file": place[0], "key": place[1]}
-                for chunk in tensor.chunks
-                if (place := places.get(MetadataIndex(name, chunk.offsets))) is not None
-            ]
-            self.index[name] = {
-                "dtype": dtype_name(tensor.properties.dtype, name),
-                "shape": list(tensor.size),
-                "chunks": chunks,
-            }
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def united_layout(plans: list[SavePlan], rank: int) -> Layout:
+    """The layout of a rank, from the plans of all: what several could write is dealt out among them."""
+    plans, metadata = _planner().create_global_plan(plans)
+    places: dict[MetadataIndex, tuple[str, str]] = {}
+    own: dict[str, WriteItem] = {}
+    for writer, plan in enumerate(plans):
+        items = [item for item in plan.items if not _void(item)]
+        keys = [_key(item) for item in items]
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"two shards of rank {writer} have the same key")
+        places.update({item.index: (tensor_file(writer), key) for item, key in zip(items, keys, strict=True)})
+        if writer == rank:
+            own = dict(zip(keys, items, strict=True))
+    specs = file_order(_spec(key, item) for key, item in own.items())
+    index = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)  # only tensors are given to the planner
+        chunks = [
+            {"offset": list(chunk.offsets), "shape": list(chunk.sizes), "file": place[0], "key": place[1]}
+            for chunk in tensor.chunks
+            if (place := places.get(MetadataIndex(name, chunk.offsets))) is not None
+        ]
+        dtype = dtype_name(tensor.properties.dtype, name)
+        index[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
+    return Layout(rank, tuple(own[spec.key] for spec in specs), tuple(specs), index)
 
 
 def _void(item: WriteItem) -> bool:

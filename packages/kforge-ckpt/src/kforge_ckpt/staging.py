@@ -1,0 +1,181 @@
+"""Tensors copied into host memory while the caller goes on; a writer takes them from there.
+
+A save in the background must not see what the caller does to its tensors next. So a thread copies their bytes, in the
+order of the file, into blocks of host memory (on CUDA pinned, and by a stream of its own); a second thread writes full
+blocks and gives them back. With memory for all of the state the copy never waits for the disk; with less, a block is
+filled again as soon as it is written.
+
+The blocks are allocated once and used by every save.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kforge_ckpt.safetensors import flat_bytes
+
+BLOCK_BYTES = 2**25
+"""32 MiB: large beside the cost of a write, small beside the state of a model."""
+
+
+@dataclass
+class HostBlock:
+    """``memory`` [BLOCK_BYTES] uint8, of which the first ``used`` bytes count once ``copied`` has happened. ``offset``:
+    where the block begins in shared memory."""
+
+    memory: torch.Tensor
+    offset: int
+    used: int = 0
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> memoryview:
+        """The bytes, as soon as they are there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        return memoryview(self.memory[: self.used].numpy())  # type: ignore[arg-type] # numpy 2 stubs on 3.11
+
+
+class HostMemory:
+    """Blocks to copy to, at most ``limit_bytes`` of them (but two at least); None: as much as a save needs.
+
+    shared: another process can map the blocks, through the file descriptor ``handle`` (Linux).
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, pinned: bool = False, shared: bool = False) -> None:
+        self.limit_bytes = limit_bytes
+        self.pinned = pinned
+        self.handle: int | None = os.memfd_create("kforge-ckpt") if shared else None
+        self.blocks: list[HostBlock] = []
+        self._free: queue.SimpleQueue[HostBlock | None] = queue.SimpleQueue()
+
+    def reserve(self, nbytes: int) -> None:
+        """Have blocks for ``nbytes``, within the limit. Nothing may be in use."""
+        wanted = -(-nbytes // BLOCK_BYTES)
+        if self.limit_bytes is not None:
+            wanted = min(wanted, max(2, self.limit_bytes // BLOCK_BYTES))
+        for number in range(len(self.blocks), wanted):
+            self.blocks.append(HostBlock(self._allocate(number), number * BLOCK_BYTES))
+        self._free = queue.SimpleQueue()
+        for block in self.blocks:
+            self._free.put(block)
+
+    def _allocate(self, number: int) -> torch.Tensor:
+        if self.handle is None:
+            return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self.pinned)
+        os.ftruncate(self.handle, (number + 1) * BLOCK_BYTES)
+        memory = torch.frombuffer(
+            mmap.mmap(self.handle, BLOCK_BYTES, offset=number * BLOCK_BYTES), dtype=torch.uint8, count=BLOCK_BYTES
+        )
+        if self.pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), BLOCK_BYTES, 0))
+        return memory
+
+    def take(self) -> HostBlock | None:
+        """An empty block, as soon as there is one; None after `stop`."""
+        block = self._free.get()
+        if block is None:
+            self._free.put(None)
+            return None
+        block.used = 0
+        return block
+
+    def give(self, block: HostBlock) -> None:
+        self._free.put(block)
+
+    def stop(self) -> None:
+        """Nobody will give blocks back: let whoever waits for one go."""
+        self._free.put(None)
+
+
+class Staging:
+    """The copy of ``pieces``, one after the other, into ``memory``; begun at once, on a thread of its own.
+
+    device: where pieces lie that are not on the CPU.
+    """
+
+    def __init__(self, pieces: Iterable[torch.Tensor], memory: HostMemory, device: torch.device | None) -> None:
+        self._pieces = list(pieces)
+        self._memory = memory
+        self._device = device
+        self._full: queue.SimpleQueue[HostBlock | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._last: torch.cuda.Event | None = None
+        self._before: torch.cuda.Event | None = None
+        memory.reserve(sum(piece.numel() * piece.itemsize for piece in self._pieces))
+        if device is not None and device.type == "cuda":
+            self._before = torch.cuda.Event()
+            self._before.record(torch.cuda.current_stream(device))
+        # It ends by itself or through `blocks`; a process that wants to end does not wait for it.
+        threading.Thread(target=self._run, name="kforge-ckpt-copy", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                if self._before is None:
+                    self._copy(None)
+                    return
+                torch.cuda.set_device(self._device)
+                stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream):
+                    stream.wait_event(self._before)
+                    self._copy(stream)
+                    self._last = torch.cuda.Event()
+                    self._last.record(stream)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._pieces = []
+            self._ended.set()
+            self._full.put(None)
+
+    def _copy(self, stream: torch.cuda.Stream | None) -> None:
+        block = None
+        for piece in self._pieces:
+            rest = flat_bytes(piece)
+            while len(rest):
+                if block is None and (block := self._memory.take()) is None:
+                    return
+                count = min(len(rest), BLOCK_BYTES - block.used)
+                block.memory[block.used : block.used + count].copy_(rest[:count], non_blocking=True)
+                block.used += count
+                rest = rest[count:]
+                if block.used == BLOCK_BYTES:
+                    self._hand_on(block, stream)
+                    block = None
+        if block is not None:
+            self._hand_on(block, stream)
+
+    def _hand_on(self, block: HostBlock, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            block.copied = torch.cuda.Event()
+            block.copied.record(stream)
+        self._full.put(block)
+
+    def wait(self) -> None:
+        """Return when the tensors may be changed: on the CPU when they are copied, on CUDA when what the current stream
+        does from now on comes after the copy."""
+        self._ended.wait()
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+
+    def blocks(self) -> Iterator[HostBlock]:
+        """What was copied, in order, for one reader; a block is given back when the next one is asked for. Raises what
+        the copy failed with."""
+        while (block := self._full.get()) is not None:
+            yield block
+            self._memory.give(block)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Nobody will read any more: let the copy end."""
+        self._memory.stop()

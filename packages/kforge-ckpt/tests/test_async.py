@@ -1,0 +1,206 @@
+"""Saves in the background: what is saved is what was, errors come to light, memory is bounded, C26."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from kforge_ckpt import Checkpointer, CheckpointError, PerRank, commit, files, staging
+from kforge_testing import run_ranks
+
+WRITERS: list[dict[str, Any]] = [
+    {},
+    {"staging_bytes": 1},
+    {"writer": "process"},
+    {"writer": "process", "staging_bytes": 1},
+]
+
+
+class Box:
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+@pytest.mark.parametrize("options", WRITERS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_save_holds_what_was_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], overlap: bool
+) -> None:
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    ckpt = Checkpointer(tmp_path, mode="async", overlap=overlap, **options)
+    box = Box(t=torch.zeros(5000), turned=torch.zeros(3, 700).T, n=0, r=PerRank(torch.zeros(3)), l=[0])
+    for step in range(1, 6):
+        for tensor in (box.values["t"], box.values["turned"], box.values["r"].value):
+            tensor.fill_(step)
+        box.values["n"] = box.values["l"][0] = step
+        assert ckpt.save(step, {"box": box})
+        if overlap:
+            ckpt.staged()
+        for tensor in (box.values["t"], box.values["turned"], box.values["r"].value):
+            tensor.fill_(-1)
+        box.values["n"] = box.values["l"][0] = -1
+    ckpt.close()
+    assert ckpt.steps() == [3, 4, 5]
+    for step in ckpt.steps():
+        back = Box(t=torch.zeros(5000), turned=torch.zeros(3, 700).T, n=0, r=None, l=[0])
+        ckpt.restore({"box": back}, step, verify="full")
+        assert back.values["t"].eq(step).all() and back.values["turned"].eq(step).all()
+        assert back.values["n"] == step and back.values["l"] == [step] and back.values["r"][0].eq(step).all()
+
+
+def test_the_files_are_those_of_a_synchronous_save(tmp_path: Path) -> None:
+    box = Box(a=torch.randn(100, 3), b=torch.arange(7), c=torch.tensor(2.5, dtype=torch.bfloat16))
+    for name, options in (("sync", {}), ("thread", {"mode": "async"}), ("process", {"mode": "async", **WRITERS[2]})):
+        with_close = Checkpointer(tmp_path / name, **options)  # type: ignore[arg-type]
+        with_close.save(1, {"box": box})
+        with_close.close()
+    contents = [
+        (tmp_path / name / "step_00000001" / "tensors-00000.safetensors").read_bytes()
+        for name in ("sync", "thread", "process")
+    ]
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_c26_at_each_point_the_latest_is_whole_and_the_one_before_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, go, seen = threading.Event(), threading.Semaphore(0), []
+
+    def stop(point: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(point)
+            at.set()
+            go.acquire()
+
+    ckpt = Checkpointer(tmp_path, mode="async", keep_last=1)
+    ckpt.save(1, {"box": Box(t=torch.full((100,), 1.0))})
+    ckpt.wait()
+    monkeypatch.setattr(commit, "reached", stop)
+    ckpt.save(2, {"box": Box(t=torch.full((100,), 2.0))})
+    while True:
+        assert at.wait(30)
+        at.clear()
+        latest = (tmp_path / "latest").read_text().strip()
+        newest = ckpt.latest()
+        assert (tmp_path / latest / "COMMITTED").is_file()
+        committed = commit.POINTS.index(seen[-1]) >= commit.POINTS.index("renamed")
+        assert newest == (2 if committed else 1)
+        box = Box(t=torch.zeros(100))
+        assert Checkpointer(tmp_path).restore({"box": box}, verify="full") == newest
+        assert box.values["t"].eq(newest).all()
+        go.release()
+        if seen[-1] == "pruned":
+            break
+    ckpt.wait()
+    assert seen == list(commit.POINTS[1:])
+    assert ckpt.steps() == [2]
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_failed_save_is_told_at_the_next_chance_and_the_run_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    ckpt = Checkpointer(tmp_path, mode="async", staging_bytes=1)
+    box = Box(t=torch.ones(10_000))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_block", full)
+        ckpt.save(1, {"box": box})
+        ckpt.staged()
+        while not ckpt.failed:
+            pass
+    words = r"step 1 in .* was not saved: OSError: \[Errno 28\] No space left on device"
+    with pytest.raises(CheckpointError, match=words):
+        ckpt.save(2, {"box": box})
+    assert not ckpt.failed and list(tmp_path.iterdir()) == []
+    assert ckpt.save(2, {"box": box})
+    ckpt.close()
+    assert ckpt.steps() == [2]
+
+
+def failing(rank: int, world: int, folder: str) -> tuple[str, list[int]]:
+    mesh = init_device_mesh("cpu", (world,))
+    ckpt = Checkpointer(folder, mode="async", overlap=True)
+    box = Box(t=distribute_tensor(torch.arange(12.0), mesh, [Shard(0)]))
+    ckpt.save(1, {"box": box})
+    ckpt.wait()
+    if rank == 1:
+        files.write_block = full
+    ckpt.save(2, {"box": box})
+    with pytest.raises(CheckpointError) as error:
+        ckpt.wait()
+    return str(error.value), ckpt.steps()
+
+
+def test_one_rank_s_background_error_is_that_of_all(tmp_path: Path) -> None:
+    one, other = run_ranks(failing, 2, str(tmp_path))
+    assert one == other and "rank 1: OSError: [Errno 28] No space left on device" in one[0] and one[1] == [1]
+
+
+def saving(rank: int, world: int, folder: str, writer: str) -> list[float]:
+    mesh = init_device_mesh("cpu", (world,))
+    ckpt = Checkpointer(folder, mode="async", overlap=True, writer=writer)  # type: ignore[arg-type]
+    tensor = distribute_tensor(torch.arange(24.0).view(8, 3), mesh, [Shard(0)])
+    for step in range(1, 4):
+        ckpt.save(step, {"box": Box(t=tensor, r=PerRank(rank * 10 + step))})
+        ckpt.staged()
+        tensor.to_local().add_(100)
+    ckpt.close()
+    back = Box(t=torch.zeros(8, 3), r=None)
+    ckpt.restore({"box": back}, 2, verify="full")
+    assert back.values["r"] == [rank * 10 + 2 for rank in range(world)]
+    return back.values["t"].flatten().tolist()
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_shards_of_several_ranks(tmp_path: Path, writer: str) -> None:
+    for values in run_ranks(saving, 3, str(tmp_path), writer):
+        assert values == (torch.arange(24.0) + 100).tolist()
+
+
+def test_memory_is_taken_once(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, mode="async")
+    box = Box(t=torch.zeros(staging.BLOCK_BYTES // 2))
+    ckpt.save(1, {"box": box})
+    ckpt.wait()
+    assert ckpt._memory is not None
+    before = [block.memory.data_ptr() for block in ckpt._memory.blocks]
+    for step in (2, 3):
+        ckpt.save(step, {"box": box})
+    ckpt.wait()
+    assert [block.memory.data_ptr() for block in ckpt._memory.blocks] == before and len(before) == 2
+
+
+def test_the_process_that_writes_does_not_import_the_caller_s_script(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, mode="async", writer="process")
+    ckpt.save(1, {"box": Box(t=torch.zeros(3))})
+    ckpt.wait()
+    assert ckpt._process is not None
+    if sys.platform == "linux":
+        maps = Path(f"/proc/{ckpt._process.pid}/maps").read_text()
+        assert "libtorch" not in maps
+    pid = ckpt._process.pid
+    ckpt.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    ckpt.save(2, {"box": Box(t=torch.zeros(3))})  # a new one is started
+    ckpt.close()
+    assert ckpt.steps() == [1, 2]
