@@ -33,6 +33,7 @@ def looked_at(rank, world, config):
             trainer.saved_step = None
             assert not parts.checkpointer.save(4, trainer.state)  # again, and within: there is one already
             assert parts.checkpointer.save(5, trainer.state)
+            parts.checkpointer.wait()
             averages = {name: whole(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
         after = {name: whole(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
         read = {}

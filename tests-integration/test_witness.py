@@ -81,6 +81,9 @@ CHANGES = {
     "ckpt.every_steps": 2,
     "ckpt.keep_last": 1,
     "ckpt.keep_every": 1,
+    "ckpt.mode": "sync",
+    "ckpt.writer": "process",
+    "ckpt.staging_gib": 1.0,
     "resilience.stop_signals": ("SIGUSR2",),
     "metrics.every_steps": 2,
     "metrics.console": True,
@@ -246,6 +249,8 @@ def facets(config, run_dir):
         seen["states"] = sorted({kind for state in parts.optimizer.state_dict()["state"].values() for kind in state})
         weights = full_parameters(parts.model)
         seen["weights"] = {n: (tuple(p.shape), p.dtype, p.sum().item()) for n, p in weights.items()}
+        memory = parts.checkpointer._memory
+        seen["staging"] = memory and (memory.limit_bytes == 2**30, memory.handle is not None)
         seen["steps"], seen["checkpoints"] = trainer.next_step, parts.checkpointer.steps()
     seen["console"] = "loss" in console.getvalue()
     places = [Path(config.train.run_dir), Path(config.ckpt.dir or ".")]

@@ -274,7 +274,7 @@ def test_what_does_not_exist_is_said() -> None:
     for options in ({"overlap": True}, {"writer": "process"}, {"staging_bytes": 1}):
         with pytest.raises(ValueError, match="overlap, writer and staging_bytes are of mode 'async'"):
             Checkpointer("x", **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="staging_bytes = 0 must be some bytes"):
+    with pytest.raises(ValueError, match="staging_bytes = 0 must be some bytes, or None"):
         Checkpointer("x", mode="async", staging_bytes=0)
     with pytest.raises(ValueError, match="keep_last = 0"):
         Checkpointer("x", keep_last=0)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_ckpt.retention import expendable
@@ -15,6 +15,7 @@ def test_newest_and_multiples_are_kept() -> None:
     assert expendable([], keep_last=1) == []
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 500)), st.integers(1, 5), st.integers(0, 7))
 def test_the_rule(steps: set[int], keep_last: int, keep_every: int) -> None:
     gone = expendable(steps, keep_last=keep_last, keep_every=keep_every)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_metrics import Event
@@ -36,6 +36,7 @@ def forbid(name: str) -> Any:
     raise AssertionError(f"{name} is not JSON")
 
 
+@settings(deadline=None)
 @given(EVENTS)
 def test_json_round_trip(event: Event) -> None:
     line = event.to_json()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_metrics import Event, Tracker
@@ -238,6 +238,7 @@ def test_state_holds_the_steps_that_no_line_was_due_for() -> None:
     assert sink.column("tokens_total") == [10_000, 20_000]  # asking did not disturb
 
 
+@settings(deadline=None)
 @given(
     every=st.integers(1, 7),
     cuts=st.lists(st.integers(1, 40), max_size=4),

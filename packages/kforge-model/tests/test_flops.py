@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -204,6 +204,7 @@ def test_a_window_as_long_as_the_row_is_none() -> None:
         assert flops_per_token(wide, S + 1, causal) < flops_per_token(config, S + 1, causal)
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=20), window=st.none() | st.integers(1, 400))
 def test_documents(lengths: list[int], window: int | None) -> None:
     config = ModelConfig(**{**BASE, "window": window})

@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_parallel import LAYOUT_CLASSES, ParallelConfig, check_layout
@@ -131,6 +131,7 @@ def test_what_only_cuda_can_do_is_refused_on_the_cpu(option):
 sizes = st.integers(1, 24)
 
 
+@settings(deadline=None)
 @given(tp=st.integers(1, 8), heads=sizes, kv=sizes, ffn=sizes, vocab=sizes, rows=sizes)
 def test_what_is_accepted_splits_evenly_and_what_is_refused_does_not(tp, heads, kv, ffn, vocab, rows):
     shape = {"n_heads": heads, "n_kv_heads": kv, "ffn_dim": ffn, "vocab_size": vocab}

@@ -35,6 +35,7 @@ def test_ep_divides_what_it_is_laid_over():
     assert resolve_axes(ParallelConfig(pp=2, tp=2, ep=6), 12)["ep"] == 6
 
 
+@settings(deadline=None)
 @given(
     sizes=st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES}),
     filled=st.sampled_from((None, *AXES)),

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -8,6 +8,7 @@ from kforge_parallel.replicas import bits_digest
 from kforge_testing import RankFailure, run_ranks
 
 
+@settings(deadline=None)
 @given(st.sampled_from([torch.bfloat16, torch.float32, torch.float64]), st.integers(0, 5), st.integers(0, 15))
 def test_a_digest_sees_every_bit_and_every_place(dtype, index, bit):
     tensor = torch.arange(6, dtype=dtype).view(2, 3).mT

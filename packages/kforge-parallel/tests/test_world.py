@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kforge_parallel as kp
@@ -76,6 +76,7 @@ def test_tasks_without_a_host_list_are_told_the_variable():
     assert kp.find_world(alone).address == "127.0.0.1"
 
 
+@settings(deadline=None)
 @given(
     prefix=st.from_regex(r"[a-z][a-z-]{0,5}", fullmatch=True),
     width=st.integers(1, 4),
@@ -136,6 +137,7 @@ def test_c34_ports_of_jobs_with_close_ids_differ():
     assert len(steps | tasks) >= 6
 
 
+@settings(deadline=None)
 @given(st.from_regex(r"[0-9]{1,9}(_[0-9]{1,4})?", fullmatch=True))
 def test_c34_a_derived_port_can_be_opened_by_anyone_and_is_given_to_no_one(job):
     assert 1024 <= port(job) < 32_768  # the kernel gives those above to outgoing connections

@@ -64,6 +64,9 @@ OTHER: dict[str, Any] = {
     "optim.phases": [{"steps": 7, "schedule": "rex"}],
     "optim.momentum_phases": [{"steps": 7, "schedule": "linear", "from": 0.85, "to": 0.95}],
     "optim.weight_decay_phases": [{"schedule": "linear", "to": 0.0}],
+    "ckpt.mode": "sync",
+    "ckpt.writer": "process",
+    "ckpt.staging_gib": 4.0,
     "resilience.stop_signals": ["SIGTERM"],
 }
 LATENT = {"model.attention": "mla", "model.kv_lora_rank": 32, "model.rope_dim": 16}

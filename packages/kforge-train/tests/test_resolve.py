@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_model import PRESETS, ModelConfig
@@ -123,6 +123,7 @@ def test_saved_configs_reload_equal(name: str | None, tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "config.toml", to_toml(config))) == config
 
 
+@settings(deadline=None)
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"])),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
@@ -183,6 +184,7 @@ def test_a_model_preset_that_is_none(tmp_path: Path) -> None:
     assert resolve_config(path, {"model.preset": "tiny"}).config.model == ModelConfig(**PRESETS["tiny"])
 
 
+@settings(deadline=None)
 @given(
     options=st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"])),

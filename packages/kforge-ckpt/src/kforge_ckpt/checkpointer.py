@@ -59,8 +59,8 @@ class Checkpointer:
     overlap: in mode "async", `save` returns before the copy is done; you call `staged` before you change a tensor.
     writer: in mode "async", "thread", or "process": another Python process writes, so that this one's interpreter does
         not share its time with it (Linux).
-    staging_bytes: host memory to copy to, in bytes; None: as much as this rank writes. With less, `staged` may wait for
-        the disk.
+    staging_bytes: host memory to copy to, in bytes; with less than this rank writes, `staged` may wait for the disk.
+        None: as much as it writes, within half of what the host has to spare.
     on_event: called on rank 0 with ``("checkpoint_saved" | "checkpoint_restored" | "checkpoint_deleted", values)``;
         by default these lines go to the logger ``kforge_ckpt``.
     """
@@ -86,9 +86,7 @@ class Checkpointer:
         if writer == "process" and not hasattr(os, "memfd_create"):
             raise ValueError("writer = 'process' needs memory without a name, which only Linux has; use 'thread'")
         if staging_bytes is not None and staging_bytes < 1:
-            raise ValueError(
-                f"staging_bytes = {staging_bytes} must be a number of bytes, or None for all that it takes"
-            )
+            raise ValueError(f"staging_bytes = {staging_bytes} must be some bytes, or None")
         expendable((), keep_last=keep_last, keep_every=keep_every)  # says what is wrong with the numbers, if anything
         self.dir = Path(dir)
         self.keep_last = keep_last
@@ -159,7 +157,7 @@ class Checkpointer:
                 logger.info("step %d is committed already in %s; it is left as it is", step, self.dir)
             return False
         with ExitStack() as stack:
-            forms = ranks.all(what, lambda: enter_forms(states, stack))
+            passing = ranks.all(what, lambda: enter_forms(states, stack))
             collected, tree, layout = self._agreement.reach(ranks, what, step, lambda: collect(states, meta))
             folder = Path(ranks.first(what, lambda: self._stage(step)))
             job = Save(step, what, folder, started, collected, tree, layout)
@@ -168,8 +166,8 @@ class Checkpointer:
                 return True
             beside = self._ranks_beside()
             staging = self._staging = self._copy(job)
-            self._saving.start(f"kforge-ckpt-{step}", lambda: self._finish(beside, job, self._staged(job, staging)))
-            if forms or not self.overlap:  # to leave a form is to change tensors
+            self._saving.start(f"ckpt-save-{step}", lambda: self._finish(beside, job, self._staged(job, staging)))
+            if passing or not self.overlap:
                 self.staged()
         return True
 
@@ -207,7 +205,7 @@ class Checkpointer:
         left = commit.leftovers(self.dir)
         folder = commit.stage(self.dir, step)
         if left:
-            self._tidying.start("kforge-ckpt-clean", lambda: self._clean(left))
+            self._tidying.start("ckpt-clean", lambda: self._clean(left))
         return str(folder)
 
     def _clean(self, left: list[Path]) -> None:
@@ -246,7 +244,7 @@ class Checkpointer:
             logger.warning("step %d is committed, but tidying up %s failed: %s", job.step, self.dir, error)
             return
         if aside:
-            self._tidying.start("kforge-ckpt-delete", lambda: self._delete(aside))
+            self._tidying.start("ckpt-delete", lambda: self._delete(aside))
 
     def _delete(self, aside: list[tuple[int, Path]]) -> None:
         for step, folder in aside:

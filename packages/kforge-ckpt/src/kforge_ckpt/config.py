@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +21,14 @@ class CkptConfig:
     """How many of the newest checkpoints are kept; at least 1."""
     keep_every: int = 0
     """Checkpoints at multiples of this step are never deleted. 0: none is kept for its number."""
+    mode: str = "async"
+    """async: a save is copied to host memory under the next step's forward and backward, and written in the background.
+    sync: training waits until it is committed."""
+    writer: str = "thread"
+    """What writes in mode async: thread, or process, a Python process of its own (Linux)."""
+    staging_gib: float | None = None
+    """Host memory that a rank copies to in mode async, in GiB; with less than it saves, a step may wait for the disk.
+    None: as much as it saves, but no more than half of what the host has to spare, shared by the ranks on it."""
     resume: bool = True
     """Go on from the newest committed checkpoint in `dir`. False: start afresh; a folder that already holds
     checkpoints is then an error."""
@@ -27,6 +36,14 @@ class CkptConfig:
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ValueError(f"ckpt.keep_last = {self.keep_last} must be at least 1: the newest is never deleted")
+        if self.mode not in ("async", "sync"):
+            raise ValueError(f"ckpt.mode = {self.mode!r} does not exist; there are async and sync")
+        if self.writer not in ("thread", "process"):
+            raise ValueError(f"ckpt.writer = {self.writer!r} does not exist; there are thread and process")
+        if self.staging_gib is not None and not 0 < self.staging_gib < math.inf:
+            raise ValueError(f"ckpt.staging_gib = {self.staging_gib} must be above 0, or left out")
+        if self.mode == "sync" and (self.writer != "thread" or self.staging_gib is not None):
+            raise ValueError("ckpt.writer and ckpt.staging_gib are of ckpt.mode = 'async'; leave them out, or set it")
         for name in ("every_steps", "keep_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"ckpt.{name} = {getattr(self, name)} must be 0 (off) or more steps")

@@ -37,7 +37,7 @@ def write_file(path: Path | str, blocks: Iterable[Block]) -> FileRecord:
     """Write a file that was not there, from ``blocks``, and fsync it. The checksum of a block is made while it is
     written. A block is done with when the next one is asked for."""
     crc = size = 0
-    with open(path, "xb") as file, ThreadPoolExecutor(1, "kforge-ckpt-checksum") as other:
+    with open(path, "xb") as file, ThreadPoolExecutor(1, "ckpt-checksum") as other:
         for block in blocks:
             summed = other.submit(checksum, block, crc)
             write_block(file, block)

@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -43,16 +44,27 @@ class HostBlock:
         return memoryview(self.memory[: self.used].numpy())  # type: ignore[arg-type] # numpy 2 stubs on 3.11
 
 
+def spare_bytes() -> int | None:
+    """Half of the memory that this host has to spare, shared by its ranks (LOCAL_WORLD_SIZE); None: not known."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text("ascii").splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+    return available // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 class HostMemory:
-    """Blocks to copy to, at most ``limit_bytes`` of them (but two at least); None: as much as a save needs.
+    """Blocks to copy to, at most ``limit_bytes`` of them (but two at least). None: as much as a save needs, within the
+    `spare_bytes` of the first time.
 
     shared: another process can map the blocks, through the file descriptor ``handle`` (Linux).
     """
 
     def __init__(self, limit_bytes: int | None = None, *, pinned: bool = False, shared: bool = False) -> None:
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = spare_bytes() if limit_bytes is None else limit_bytes
         self.pinned = pinned
-        self.handle: int | None = os.memfd_create("kforge-ckpt") if shared else None
+        self.handle: int | None = os.memfd_create("checkpoint") if shared else None
         self.blocks: list[HostBlock] = []
         self._free: queue.SimpleQueue[HostBlock | None] = queue.SimpleQueue()
 
@@ -115,7 +127,7 @@ class Staging:
             self._before = torch.cuda.Event()
             self._before.record(torch.cuda.current_stream(device))
         # It ends by itself or through `blocks`; a process that wants to end does not wait for it.
-        threading.Thread(target=self._run, name="kforge-ckpt-copy", daemon=True).start()
+        threading.Thread(target=self._run, name="ckpt-copy", daemon=True).start()
 
     def _run(self) -> None:
         try:

@@ -39,8 +39,9 @@ class Stateful(Protocol):
     ``load_state_dict`` with the restored nesting that holds the same tensors.
 
     An object may have a third method, ``checkpoint_form()``: a context manager that is entered before any state of a
-    save or a restore is looked at, and left when all is written or handed over. An optimizer whose averages are what
-    readers should find puts them into its model there.
+    save or a restore is looked at, and left when all is copied, written or handed over. An optimizer whose averages are
+    what readers should find puts them into its model there. It may yield False when no tensor changes by leaving it: a
+    save in the background then need not wait for its copy.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -49,11 +50,14 @@ class Stateful(Protocol):
 
 
 def enter_forms(states: Mapping[str, Stateful], stack: ExitStack) -> bool:
-    """Enter the ``checkpoint_form()`` of each object that has one; ``stack`` leaves them. Returns whether any has."""
-    forms = [form for obj in states.values() if (form := getattr(obj, "checkpoint_form", None)) is not None]
-    for form in forms:
-        stack.enter_context(form())
-    return bool(forms)
+    """Enter the ``checkpoint_form()`` of each object that has one; ``stack`` leaves them. Returns whether tensors may
+    change by leaving them."""
+    changing = False
+    for obj in states.values():
+        form = getattr(obj, "checkpoint_form", None)
+        if form is not None:
+            changing |= stack.enter_context(form()) is not False
+    return changing
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_metrics import Event, JsonlSink, read_events
@@ -39,6 +39,7 @@ def test_each_event_is_in_the_file_at_once(tmp_path: Path) -> None:
     assert [e.step for e in read_events(path)] == [1, 2, 3, 4]
 
 
+@settings(deadline=None)
 @given(cut=st.integers(0, 10_000), steps=st.integers(1, 8))
 def test_a_torn_last_line_costs_only_itself(tmp_path_factory: pytest.TempPathFactory, cut: int, steps: int) -> None:
     path = tmp_path_factory.mktemp("torn") / "events.jsonl"

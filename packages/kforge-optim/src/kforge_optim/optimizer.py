@@ -273,12 +273,12 @@ class Optimizer:
             yield
 
     @contextmanager
-    def checkpoint_form(self) -> Iterator[None]:
+    def checkpoint_form(self) -> Iterator[bool]:
         """Within it model and optimizer hold what a checkpoint of both is made of: kforge-ckpt's Checkpointer enters it
         to save and to restore. The model's part are the weights of `evaluation_weights`, so that whoever reads it gets
-        those; the optimizer's has the trained ones."""
+        those; the optimizer's has the trained ones. Yields whether there are any averages."""
         with self._averages_shown(True):
-            yield
+            yield bool(self._held)
 
     @contextmanager
     def _averages_shown(self, shown: bool) -> Iterator[None]:

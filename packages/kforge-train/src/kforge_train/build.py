@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import kforge_model
-from kforge_ckpt import Checkpointer, RngState
+from kforge_ckpt import Checkpointer, CkptConfig, RngState
 from kforge_data import DataConfig, Loader, Tokenizer, TokenShards, pack_rows
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
@@ -232,6 +232,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
                 checkpoint_dir(config),
                 keep_last=config.ckpt.keep_last,
                 keep_every=config.ckpt.keep_every,
+                **background(config.ckpt),
                 on_event=lambda kind, values: log.debug("%s %s", kind, values),  # the trainer tells of it
             ),
             rng=RngState(),
@@ -243,7 +244,16 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
         finally:
             loader.close()
             tracker.close()
+            job.checkpointer.close()
             close_logger()
+
+
+def background(config: CkptConfig) -> dict[str, Any]:
+    """How the checkpointer saves: the trainer waits, by `Checkpointer.staged`, before it changes what is saved."""
+    if config.mode == "sync":
+        return {"mode": "sync"}
+    nbytes = None if config.staging_gib is None else int(config.staging_gib * 2**30)
+    return {"mode": "async", "overlap": True, "writer": config.writer, "staging_bytes": nbytes}
 
 
 def attended_lengths(source: TokenShards, data: DataConfig) -> list[int]:

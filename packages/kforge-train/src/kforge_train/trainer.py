@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +32,7 @@ class Trainer:
         self.next_step = 0
         """Optimizer steps done, which is the number of the next one."""
         self.saved_step: int | None = None
+        self.save_failed = False
         self.started = time.monotonic()
         self.time_is_up = False
 
@@ -64,6 +66,7 @@ class Trainer:
         boost = job.scaler.scale  # 1, but for fp16
         scale = boost / scored.clamp(min=1)  # a window without a label to score changes nothing
         loss = job.engine.forward_backward(window, scale) / boost
+        job.checkpointer.staged()  # from here on states change
         norm, group_norms = clip.total_norm(job.model.parameters(), also=job.optimizer.groups)
         norm = norm / boost
         clip.clip_values_(job.model.parameters(), self.config.optim.clip_value, scale=boost)
@@ -116,12 +119,13 @@ class Trainer:
         return every_steps > 0 and self.next_step % every_steps == 0 and self.next_step < self.config.train.steps
 
     def wants_stop(self) -> bool:
-        """Whether this process has been asked to stop, by a signal or by the clock."""
+        """Whether this process has been asked to stop, by a signal or by the clock, or knows of a save that failed."""
         limit = self.config.train.max_minutes
         if limit > 0 and not self.time_is_up and time.monotonic() - self.started > limit * 60:
             self.time_is_up = True
             self.job.log.info("train.max_minutes = %g are over", limit)
-        return self.time_is_up or self.job.stop.requested is not None
+        failed = self.save_failed or self.job.checkpointer.failed
+        return self.time_is_up or self.job.stop.requested is not None or failed
 
     def restore(self) -> None:
         """Go on from the newest committed checkpoint, where there is one. Raises ConfigError for one of another job."""
@@ -141,16 +145,25 @@ class Trainer:
         job.tracker.event("resume", self.next_step, {"checkpoint": newest})
 
     def save(self) -> None:
-        """Write a checkpoint of the step just done, unless there is one."""
+        """Write a checkpoint of the step just done, unless there is one. In the background it is a part of training."""
         if self.saved_step == self.next_step:
             return
         job = self.job
-        with job.tracker.pause():
+        self.settle_save()
+        with nullcontext() if job.checkpointer.mode == "async" else job.tracker.pause():
             start = time.monotonic()
             job.checkpointer.save(self.next_step, self.state, meta={"config": asdict(self.config), **versions()})
             seconds = time.monotonic() - start
         self.saved_step = self.next_step
         job.tracker.event("checkpoint", self.next_step, {"seconds": seconds})
+
+    def settle_save(self) -> None:
+        """Wait for the save in the background. One that failed is told of, and ends the run after another try."""
+        try:
+            self.job.checkpointer.wait()
+        except CheckpointError as error:
+            self.job.log.error("%s", error)
+            self.save_failed, self.saved_step = True, None
 
     def evaluate(self) -> bool:
         """Score the held-out text, where there is any. Returns False when a stop was asked for meanwhile."""
@@ -181,12 +194,16 @@ class Trainer:
     def finish(self, verdict: Any) -> int:
         """Save what is not saved, say why the run ends, and choose the exit code."""
         log = self.job.log
+        self.settle_save()
         done = self.next_step >= self.config.train.steps
         if verdict.action == "abort" or (done and verdict.skipped_in_a_row > 1):
             # Weights that only make bad steps are not worth a checkpoint that pushes a good one out.
             log.error("ending without a checkpoint: %s", verdict.reason)
             return exitcodes.NONFINITE
         self.save()
+        self.settle_save()
+        if self.save_failed:
+            return FAILED
         if done and self.evaluate():
             self.job.tracker.event("end", self.next_step)
             return exitcodes.OK
