@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from kforge_optim.groups import build_groups as build_groups
     from kforge_optim.groups import groups_table as groups_table
     from kforge_optim.muon import Muon as Muon
-    from kforge_optim.muon import newton_schulz as newton_schulz
     from kforge_optim.optimizer import Optimizer as Optimizer
     from kforge_optim.optimizer import build_optimizer as build_optimizer
+    from kforge_optim.orthogonal import newton_schulz as newton_schulz
+    from kforge_optim.orthogonal import polar_express as polar_express
     from kforge_optim.scaler import LossScaler as LossScaler
     from kforge_optim.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
     from kforge_optim.schedules import build_schedule as build_schedule
@@ -65,7 +66,8 @@ _HOME = {
     "rex": "schedules",
     "polynomial": "schedules",
     "inverse_sqrt": "schedules",
-    "newton_schulz": "muon",
+    "newton_schulz": "orthogonal",
+    "polar_express": "orthogonal",
     "register_optimizer": "algorithm",
     "register_schedule": "schedules",
     "split_float32": "split",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 
 def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
@@ -36,22 +36,11 @@ def sharded_dim(placement: Placement) -> int | None:
     return getattr(placement, "dim", None)
 
 
-def stacked(placement: Placement) -> Placement:
-    """The placement of a stack of tensors (a new dimension 0) whose members each have ``placement``.
-
-    Stands in for a constructor that copies a placement with another dim: ``_StridedShard`` (what FSDP makes of a
-    dimension that tensor parallelism shards too) has no public name.
-    """
-    if isinstance(placement, Replicate):
-        return placement
-    factor = getattr(placement, "split_factor", None)
-    if factor is not None:
-        from torch.distributed.tensor.placement_types import _StridedShard
-
-        return _StridedShard(placement.dim + 1, split_factor=factor)  # type: ignore[attr-defined]
-    if isinstance(placement, Shard):
-        return Shard(placement.dim + 1)
-    raise ValueError(f"a parameter cannot have placement {placement}; Replicate and Shard can be optimized")
+def split_factor(placement: Placement) -> int:
+    """How many pieces the mesh dimensions behind a strided shard make of the dimension that it cuts; 1 where it is not
+    strided. Stands in for a public name of ``_StridedShard``, what FSDP makes of a dimension that tensor parallelism
+    shards too."""
+    return getattr(placement, "split_factor", 1)
 
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
@@ -70,3 +59,9 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
             f"{tuple(tensor.to_local().shape)} on this rank where {tuple(shape)} was computed: no box of the whole"
         )
     return tuple(offset)
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``target.copy_(source)`` for each, in few launches. Stands in for that loop."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

@@ -37,8 +37,17 @@ class OptimConfig:
     """AdamW decays only elements whose update and weight agree in sign."""
     muon_momentum: float = 0.95
     """Decay rate of Muon's momentum (Nesterov)."""
+    muon_method: str = "newton_schulz"
+    """How Muon's momentum is orthogonalised: newton_schulz (Jordan's quintic, singular values end between 0.7 and 1.2)
+    or polar_express (the best polynomial for each iteration: they converge to 1)."""
+    muon_scale: str = "rms"
+    """Size of Muon's update: rms (0.2·√max(rows, columns), the root mean square of AdamW's, whose rates carry over) or
+    original (√max(1, rows / columns), for rates near 0.02)."""
+    muon_variance_beta: float | None = None
+    """Decay rate of NorMuon's second moment of each row of the orthogonalised momentum, by whose root the row is
+    divided; 0.95 in its paper. None: no such moment."""
     muon_ns_steps: int = 5
-    """Newton-Schulz iterations that orthogonalise Muon's momentum."""
+    """Iterations that orthogonalise Muon's momentum."""
     muon_ns_dtype: str = "auto"
     """Dtype of those iterations: auto (bfloat16 on a GPU, else float32), bfloat16 or float32. bfloat16 is the faster
     one on CPUs with AVX512-BF16 or AMX. Weights in float64 keep float64."""
@@ -107,6 +116,12 @@ class OptimConfig:
             raise ValueError(f"optim.muon_momentum = {self.muon_momentum} must lie in [0, 1)")
         if not self.eps > 0:
             raise ValueError(f"optim.eps = {self.eps} must be above 0")
+        if self.muon_method not in ("newton_schulz", "polar_express"):
+            raise ValueError(f"optim.muon_method = {self.muon_method!r} must be newton_schulz or polar_express")
+        if self.muon_scale not in ("rms", "original"):
+            raise ValueError(f"optim.muon_scale = {self.muon_scale!r} must be rms or original")
+        if self.muon_variance_beta is not None and not 0 <= self.muon_variance_beta < 1:
+            raise ValueError(f"optim.muon_variance_beta = {self.muon_variance_beta} must lie in [0, 1), or be left out")
         if self.muon_ns_steps < 1:
             raise ValueError(f"optim.muon_ns_steps = {self.muon_ns_steps} must be at least 1")
         if self.muon_ns_dtype not in ("auto", "bfloat16", "float32"):

@@ -1,161 +1,270 @@
 """Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), for matrices.
 
-The update is that of the whole matrix under any sharding. Momentum is elementwise and stays sharded; each rank gathers
-the whole matrix, orthogonalises it, and keeps the part of the result that it owns. All ranks that share a matrix do
-the same work on the same bits. Weights of one shape are gathered as one batch, and matrices of one shape in it are
-orthogonalised as one: few launches, one collective.
+The update is that of the whole matrix under any sharding, and each matrix is orthogonalised once in the group of ranks
+that shard it (see `dealing`). Momentum is elementwise and stays sharded; what travels is the update on the way to the
+owner of its matrix, and the orthogonalised one on the way back, both in the dtype of the orthogonalisation.
 
 A weight holds one matrix, or several: parts of a fused weight (`Slot.fused`), or a batch over its leading dimensions,
-as experts are. Shards of a batch that cut no matrix are not gathered: each rank has its own matrices.
+as experts are. Shards of a batch that cut no matrix do not travel: each rank has its own matrices.
 
-Names of shapes: N weights [R,C] or [...,R,C]; a suffix of small letters is what lies on this rank.
+Names of shapes: N matrices [N,R,C]; a suffix of small letters is what lies on this rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from kforge_optim._torch import sharded_dim, stacked
-from kforge_optim.algorithm import Fused, Rates, Slot, register_optimizer
+from kforge_optim._torch import foreach_copy_, sharded_dim
+from kforge_optim.algorithm import Rates, Slot, register_optimizer
 from kforge_optim.config import OptimConfig
-from kforge_optim.sharding import distinct_shards, gathered, local, local_gradient
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan's quintic: steepest at 0, so five iterations bring singular values of 0.01 and more near 1."""
+from kforge_optim.dealing import Bucket, Layout, Place, back, deal, in_flight, packed, there
+from kforge_optim.orthogonal import METHODS
+from kforge_optim.sharding import local, local_gradient
 
 _BATCH_ELEMENTS = 2**25
-"""Elements of whole matrices in one batch: 128 MiB in float32, large enough to fill a GPU, small beside a model."""
+"""Elements of whole matrices that one rank works on at a time: 128 MiB in float32, large enough to fill a GPU, small
+beside a model. Three such buckets, or five where two mesh dimensions cut matrices, are under way at once."""
 
 
-def newton_schulz(matrices: Tensor, *, steps: int = 5, scale: float = 1.0) -> Tensor:
-    """Push the singular values of each matrix [N,R,C] to near 1: X ← aX + (bA + cA²)X with A = XXᵀ, ``steps`` times.
+@dataclass
+class _Weight:
+    """A weight in the middle of a step."""
 
-    Works in the dtype of ``matrices`` (the norm it starts with in at least float32); a tall matrix is transposed, so
-    that A is the smaller square. A zero matrix stays zero. The quintic does not converge: singular values end between
-    about 0.7 and 1.2, which trains as well as exactly 1 (see the module's reference). ``scale`` multiplies the result,
-    as part of the last product. Raises ValueError for fewer steps than one.
-    """
-    if steps < 1:
-        raise ValueError(f"steps = {steps} must be at least 1")
-    a, b, c = COEFFICIENTS
-    norm_dtype = torch.promote_types(matrices.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
-    x = (matrices / norm.clamp(min=1e-7)).to(matrices.dtype)
-    tall = x.size(-2) > x.size(-1)
-    if tall:
-        x = x.mT
-    for step in range(steps):
-        last = scale if step == steps - 1 else 1.0
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a * last, alpha=last)
-    return x.mT if tall else x
+    slot: Slot
+    update_rc: Tensor
+    """This rank's part of what is orthogonalised, then of the result, in Newton-Schulz's dtype."""
+    rows_r: Tensor | None
+    """This rank's part of the second moments of rows, as bits in that dtype [..., row elements]."""
+    to_come: int
+    """Parts whose result has not come yet."""
+
+    def buffer(self, kind: int) -> Tensor:
+        """What a `Part` of this kind indexes."""
+        found = self.rows_r if kind else self.update_rc
+        assert found is not None
+        return found
 
 
 class Muon:
-    """B = μB + (1-μ)g;  O = NS(g + μ(B - g));  W = W - lr·wd·W - lr · 0.2·√max(R, C) · O, for each matrix of a weight.
+    """B = μB + (1-μ)g;  O = orthogonal(g + μ(B - g));  W = W - lr·wd·W - lr · s · O, for each matrix of a weight.
 
-    Nesterov momentum. The factor 0.2·√max(R, C) gives the update the root mean square of AdamW's (Liu et al. 2025,
-    https://arxiv.org/abs/2502.16982, equation 4), so AdamW's rate and decay carry over. State of a parameter:
-    ``momentum_buffer`` in its dtype and placement.
+    Nesterov momentum. State of a parameter: ``momentum_buffer`` in its dtype and placement.
 
-    ns_dtype: dtype of Newton-Schulz. None: bfloat16 on a GPU; elsewhere the parameter's. float64 stays float64.
+    method: ``newton_schulz`` or ``polar_express``, see `orthogonal`. ns_steps: its iterations. ns_dtype: their dtype.
+    None: bfloat16 on a GPU; elsewhere the parameter's. float64 stays float64.
+
+    scale: ``rms``, s = 0.2·√max(R, C), gives the update the root mean square of AdamW's (Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982, equation 4), so AdamW's rate and decay carry over. ``original``, s = √max(1, R/C),
+    is Jordan's, for rates of its own, near 0.02.
+
+    variance_beta: NorMuon's β₂ (Li et al. 2025, https://arxiv.org/abs/2510.05491, algorithm 1). None: off. Else
+    v = β₂v + (1-β₂)·mean over columns of O², a number a row, and O / (√v + 1e-8) takes the place of O, scaled to norm
+    √min(R, C), that of an orthogonal matrix; with ``rms`` this is the paper's 0.2·√(RC) / norm. Further state:
+    ``row_variance`` of the parameter's shape but for the last dimension, which is 1, in float32 or wider, cut as the
+    parameter's rows are.
     """
 
     matrices_only = True
 
-    def __init__(self, *, momentum: float = 0.95, ns_steps: int = 5, ns_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        momentum: float = 0.95,
+        method: str = "newton_schulz",
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | None = None,
+        scale: str = "rms",
+        variance_beta: float | None = None,
+    ) -> None:
         self.momentum = momentum
+        self.method = method
         self.ns_steps = ns_steps
         self.ns_dtype = ns_dtype
+        self.scale = scale
+        self.variance_beta = variance_beta
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zero momentum. Raises ValueError for fewer than two dimensions."""
+        """Zero momentum, and zero row variances. Raises ValueError for fewer than two dimensions."""
         if parameter.ndim < 2:
             raise ValueError(f"muon takes matrices, not a parameter of shape {tuple(parameter.shape)}")
-        return {"momentum_buffer": torch.zeros_like(parameter.detach())}
+        state = {"momentum_buffer": torch.zeros_like(parameter.detach())}
+        if self.variance_beta is not None:
+            state["row_variance"] = _row_zeros(parameter.detach())
+        return state
 
     def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
         """One step; see `Algorithm.update`. Every rank that shares a matrix must call it with the same slots."""
-        accept = None if gate is None else gate > 0
-        momentum = self.momentum if rates.momentum is None else rates.momentum
-        for batch in _batches(slots):
-            updates = [self._momentum(slot, momentum, scale, accept) for slot in batch]
-            ortho_Nrc = self._orthogonalise(torch.stack(updates), batch[0])
-            for slot, ortho_rc in zip(batch, ortho_Nrc.unbind(), strict=True):
-                weight_rc = local(slot.parameter)
-                decayed_rc = weight_rc * (1 - rates.lr * rates.weight_decay)
-                _put(weight_rc, decayed_rc.sub_(ortho_rc, alpha=rates.lr), accept)
+        in_flight(self._jobs(slots, rates, scale, None if gate is None else gate > 0))
 
-    def _momentum(self, slot: Slot, momentum: float, scale: Tensor | None, accept: Tensor | None) -> Tensor:
-        """Move the momentum of one weight; return the local part of what is orthogonalised, in Newton-Schulz's dtype.
+    def _jobs(
+        self, slots: Sequence[Slot], rates: Rates, scale: Tensor | None, accept: Tensor | None
+    ) -> Iterator[Generator[None]]:
+        """The buckets of a step, as jobs for `in_flight`."""
+        groups: dict[tuple[DeviceMesh | None, tuple[int, ...], torch.dtype, torch.device], list[Slot]] = {}
+        for slot in slots:
+            mesh, over = _shared(slot)
+            groups.setdefault((mesh, over, self._dtype(slot), slot.parameter.device), []).append(slot)
+        for (mesh, over, dtype, device), members in groups.items():
+            like = torch.empty(0, dtype=dtype, device=_work_device(mesh, device))
+            row_elements = 0
+            if self.variance_beta is not None:
+                row_elements = local(members[0].state["row_variance"]).element_size() // dtype.itemsize
+            where = ((), ()) if mesh is None else (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
+            buckets = deal(tuple(map(_layout, members)), over, *where, row_elements, _BATCH_ELEMENTS)
+            to_come = Counter(part.weight for bucket in buckets for part in bucket.parts)
+            weights: dict[int, _Weight] = {}
+            for bucket in buckets:
+                for at in {part.weight: None for part in bucket.parts}:
+                    if at not in weights:
+                        slot = members[at]
+                        update = self._momentum(slot, rates, scale, accept).to(dtype)
+                        rows = local(slot.state["row_variance"]).clone().view(dtype) if row_elements else None
+                        weights[at] = _Weight(slot, update, rows, to_come[at])
+                yield self._job(bucket, mesh, weights, like, rates, accept)
 
-        What is gathered travels in that dtype: bfloat16 halves it.
-        """
-        grad_rc = local_gradient(slot.parameter).to(slot.parameter.dtype)
+    def _job(
+        self,
+        bucket: Bucket,
+        mesh: DeviceMesh | None,
+        weights: dict[int, _Weight],
+        like: Tensor,
+        rates: Rates,
+        accept: Tensor | None,
+    ) -> Generator[None]:
+        """A bucket to its owners and back; weights that are complete then take their step."""
+        mine = [weights[part.weight].buffer(part.kind)[part.index] for part in bucket.parts]
+        pieces: Sequence[Tensor] = mine
+        for exchange in bucket.exchanges:
+            assert mesh is not None
+            pieces = yield from there(exchange, mesh, pieces, like)
+        pieces = self._results(bucket, pieces, like)
+        for exchange in reversed(bucket.exchanges):
+            assert mesh is not None
+            pieces = yield from back(exchange, mesh, pieces, like)
+        if pieces[0].device != mine[0].device:
+            sizes = [piece.numel() for piece in pieces]
+            pieces = packed(pieces, sizes, like).to(mine[0].device).split(sizes)
+        foreach_copy_(mine, [piece.view(to.shape) for piece, to in zip(pieces, mine, strict=True)])
+        for part in bucket.parts:
+            weight = weights[part.weight]
+            weight.to_come -= 1
+            if weight.to_come == 0:
+                self._step(weights.pop(part.weight), rates, accept)
+
+    def _momentum(self, slot: Slot, rates: Rates, scale: Tensor | None, accept: Tensor | None) -> Tensor:
+        """Move the momentum of one weight; return this rank's part of what is orthogonalised."""
+        old_rc = local(slot.state["momentum_buffer"])
+        grad_rc = local_gradient(slot.parameter).to(old_rc.dtype)
         if scale is not None:
             grad_rc = grad_rc * scale.to(grad_rc.dtype)
-        old_rc = local(slot.state["momentum_buffer"])
+        momentum = self.momentum if rates.momentum is None else rates.momentum
         buffer_rc = old_rc.lerp(grad_rc, 1 - momentum)
         update_rc = grad_rc.lerp(buffer_rc, momentum)
         _put(old_rc, buffer_rc, accept)
-        if update_rc.dtype == torch.float64:
-            return update_rc
-        return update_rc.to(self.ns_dtype or (torch.bfloat16 if update_rc.is_cuda else update_rc.dtype))
+        return update_rc
 
-    def _orthogonalise(self, update_Nrc: Tensor, like: Slot) -> Tensor:
-        """Shards [N,...] laid out as ``like`` -> the same shards of the orthogonalised, scaled whole matrices.
+    def _results(self, bucket: Bucket, pieces: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Pieces of matrices that this rank owns -> the same pieces of the results, in their order."""
+        results = list(pieces)
+        for batch in bucket.batches:
+            stacks = [like.new_empty(batch.count, batch.rows, batch.columns)]
+            if self.variance_beta is not None:
+                width = next(place.shape[-1] for place in batch.places if place.kind == 1)
+                stacks.append(like.new_empty(batch.count, batch.rows, width))
+            targets = [_spot(stacks[place.kind], place) for place in batch.places]
+            sources = [pieces[place.piece].view(to.shape) for place, to in zip(batch.places, targets, strict=True)]
+            foreach_copy_(targets, sources)
+            stacks = self._orthogonalised(*stacks)
+            for place in batch.places:
+                results[place.piece] = _spot(stacks[place.kind], place)
+        return results
 
-        May write into ``update_Nrc``.
-        """
-        parameter = like.parameter
-        if not isinstance(parameter, DTensor):
-            return self._each_matrix(update_Nrc, like.fused)
-        mesh, over = parameter.device_mesh, _gathered_over(like)
-        placements = [stacked(placement) for placement in parameter.placements]
-        between = [Replicate() if dim in over else placement for dim, placement in enumerate(placements)]
-        shape = torch.Size((update_Nrc.size(0), *parameter.shape))
-        stride = torch.empty(shape, device="meta").stride()
-        shards = DTensor.from_local(update_Nrc, mesh, placements, run_check=False, shape=shape, stride=stride)
-        whole_NRC = self._each_matrix(gathered(shards, over), like.fused)
-        everywhere = DTensor.from_local(whole_NRC, mesh, between, run_check=False, shape=shape, stride=stride)
-        # From Replicate to Shard each rank cuts out its own part; nothing is sent. Offloaded shards were gathered, and
-        # orthogonalised, on the mesh's device, and their part goes back.
-        return local(everywhere.redistribute(placements=placements)).to(update_Nrc.device)
+    def _orthogonalised(self, update_NRC: Tensor, rows_NR: Tensor | None = None) -> list[Tensor]:
+        """Matrices, and second moments of their rows as bits, -> scaled orthogonal matrices, and the new moments."""
+        rows, columns = update_NRC.shape[-2:]
+        scale = 0.2 * math.sqrt(max(rows, columns)) if self.scale == "rms" else math.sqrt(max(1, rows / columns))
+        orthogonal = METHODS[self.method]
+        if rows_NR is None:
+            return [orthogonal(update_NRC, steps=self.ns_steps, scale=scale)]
+        assert self.variance_beta is not None
+        wide = torch.promote_types(update_NRC.dtype, torch.float32)
+        ortho_NRC = orthogonal(update_NRC, steps=self.ns_steps).to(wide)
+        squares_NR = ortho_NRC.square().mean(-1, keepdim=True)
+        moments_NR = rows_NR.view(wide).lerp(squares_NR, 1 - self.variance_beta)
+        even_NRC = ortho_NRC / (moments_NR.sqrt() + 1e-8)
+        norm = torch.linalg.vector_norm(even_NRC, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+        even_NRC *= scale * math.sqrt(min(rows, columns)) / norm
+        return [even_NRC.to(update_NRC.dtype), moments_NR.view(update_NRC.dtype)]
 
-    def _each_matrix(self, whole_NRC: Tensor, fused: Fused | None) -> Tensor:
-        """Weights [N,...] -> the same with each of their matrices orthogonalised and scaled; may write into them."""
-        if fused is None:
-            return self._scaled(whole_NRC.flatten(0, -3)).reshape(whole_NRC.shape)
-        dim, sizes = fused
-        alike: dict[torch.Size, list[Tensor]] = {}
-        for part in whole_NRC.split(sizes, dim + 1):
-            alike.setdefault(part.shape, []).append(part)
-        for shape, parts in alike.items():
-            ortho = self._scaled(torch.cat(parts).flatten(1, -2))
-            for part, new in zip(parts, ortho.split(shape[0]), strict=True):
-                part.copy_(new.reshape(shape))
-        return whole_NRC
+    def _step(self, weight: _Weight, rates: Rates, accept: Tensor | None) -> None:
+        slot = weight.slot
+        weight_rc = local(slot.parameter)
+        new_rc = (weight_rc * (1 - rates.lr * rates.weight_decay)).sub_(weight.update_rc, alpha=rates.lr)
+        _put(weight_rc, new_rc, accept)
+        if weight.rows_r is not None:
+            rows_r = local(slot.state["row_variance"])
+            _put(rows_r, weight.rows_r.view(rows_r.dtype), accept)
 
-    def _scaled(self, matrices: Tensor) -> Tensor:
-        """Orthogonalise matrices [M,R,C] and give them the root mean square of AdamW's update."""
-        return newton_schulz(matrices, steps=self.ns_steps, scale=0.2 * math.sqrt(max(matrices.shape[-2:])))
+    def _dtype(self, slot: Slot) -> torch.dtype:
+        """In which the update of a weight travels, and is orthogonalised."""
+        dtype = slot.state["momentum_buffer"].dtype
+        if dtype == torch.float64:
+            return dtype
+        mesh, _ = _shared(slot)
+        on_gpu = _work_device(mesh, slot.parameter.device).type == "cuda"
+        return self.ns_dtype or (torch.bfloat16 if on_gpu else dtype)
 
 
-def _gathered_over(slot: Slot) -> list[int]:
-    """The mesh dimensions over which a weight is gathered: those that cut its matrices.
-
-    Of a fused weight all that shard it: parts interleave along several dimensions.
-    """
+def _shared(slot: Slot) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """The mesh of a weight, and those of its dimensions over which matrices are shared. None for a plain tensor."""
     parameter = slot.parameter
-    assert isinstance(parameter, DTensor)
-    first = parameter.ndim - 2 if slot.fused is None else 0
-    dims = [sharded_dim(placement) for placement in parameter.placements]
-    return [mesh_dim for mesh_dim, dim in enumerate(dims) if dim is not None and dim >= first]
+    if "row_variance" in slot.state and slot.fused is not None and slot.fused[0] == parameter.ndim - 1:
+        raise ValueError(
+            f"the weight {slot.name!r} holds matrices side by side, {slot.fused}, whose rows have one variance in "
+            "common; put them one under the other, or leave muon_variance_beta out"
+        )
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    mesh = parameter.device_mesh
+    return mesh, tuple(dim for dim in _layout(slot).over if mesh.size(dim) > 1)
+
+
+def _layout(slot: Slot) -> Layout:
+    parameter = slot.parameter
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return Layout(tuple(parameter.shape), slot.fused, tuple(placements))
+
+
+def _work_device(mesh: DeviceMesh | None, device: torch.device) -> torch.device:
+    """Where matrices are orthogonalised: on the mesh's device, also those of shards that are offloaded from it."""
+    return device if mesh is None or mesh.device_type == device.type else torch.device(mesh.device_type)
+
+
+def _spot(stack: Tensor, place: Place) -> Tensor:
+    """Where in a stack of matrices [N,R,C] a piece belongs."""
+    return stack[place.member].unflatten(0, place.shape[:-1])[place.index]
+
+
+def _row_zeros(weight: Tensor) -> Tensor:
+    """Zeros [..., R, 1] for a weight [..., R, C], laid out as its rows are; ranks that share a row all have it."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    shard = local(weight)
+    zeros = torch.zeros(*shard.shape[:-1], 1, dtype=dtype, device=shard.device)
+    if not isinstance(weight, DTensor):
+        return zeros
+    last = weight.ndim - 1
+    placements = [Replicate() if sharded_dim(one) == last else one for one in weight.placements]
+    shape = torch.Size((*weight.shape[:-1], 1))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(zeros, weight.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _put(old: Tensor, new: Tensor, accept: Tensor | None) -> None:
@@ -166,23 +275,14 @@ def _put(old: Tensor, new: Tensor, accept: Tensor | None) -> None:
         torch.where(accept, new, old, out=old)
 
 
-def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Slots of like weights (shape, cut, dtype, device, layout), at most `_BATCH_ELEMENTS` gathered ones a batch."""
-    alike: dict[object, list[Slot]] = {}
-    for slot in slots:
-        parameter = slot.parameter
-        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        alike.setdefault((parameter.shape, slot.fused, parameter.dtype, parameter.device, layout), []).append(slot)
-    for batch in alike.values():
-        parameter = batch[0].parameter
-        kept = distinct_shards(parameter, besides=_gathered_over(batch[0])) if isinstance(parameter, DTensor) else 1
-        count = max(1, _BATCH_ELEMENTS * kept // max(1, parameter.numel()))
-        for first in range(0, len(batch), count):
-            yield batch[first : first + count]
-
-
 @register_optimizer("muon")
 def build_muon(config: OptimConfig) -> Muon:
-    """Muon with the momentum, the iterations and their dtype of ``config``."""
-    dtype = None if config.muon_ns_dtype == "auto" else getattr(torch, config.muon_ns_dtype)
-    return Muon(momentum=config.muon_momentum, ns_steps=config.muon_ns_steps, ns_dtype=dtype)
+    """Muon as the fields ``muon_*`` of ``config`` say."""
+    return Muon(
+        momentum=config.muon_momentum,
+        method=config.muon_method,
+        ns_steps=config.muon_ns_steps,
+        ns_dtype=None if config.muon_ns_dtype == "auto" else getattr(torch, config.muon_ns_dtype),
+        scale=config.muon_scale,
+        variance_beta=config.muon_variance_beta,
+    )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+
+from kforge_optim._torch import sharded_dim, split_factor
+
+Box = tuple[tuple[int, int], ...]
+"""Part of a tensor: the first index and the one after the last, a dimension each."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -60,6 +66,44 @@ def distinct_shards(tensor: Tensor, *, besides: Collection[int] = ()) -> int:
             if dim not in besides and not isinstance(placement, Replicate):
                 shards *= size
     return shards
+
+
+def shard_box(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+    *,
+    together: Collection[int] = (),
+) -> Box:
+    """Which part of a whole tensor of ``shape`` the rank at ``coordinate`` of the mesh holds: a range a dimension.
+
+    With mesh dimensions ``together``, what the ranks along these hold in all. Each mesh dimension cuts as
+    ``torch.chunk`` does, in their order; a strided one (what FSDP makes of a dimension that tensor parallelism cuts
+    too) after those behind it. Raises ValueError for a strided shard that is no range: one whose ``split_factor`` is
+    not the number of pieces which those behind it make.
+    """
+    box = [(0, size) for size in shape]
+    for dim in range(len(shape)):
+        cutters = [at for at, placement in enumerate(placements) if sharded_dim(placement) == dim]
+        strided = [at for at in cutters if split_factor(placements[at]) > 1]
+        for at in strided:
+            behind = math.prod(mesh_shape[other] for other in cutters if other > at)
+            if split_factor(placements[at]) != behind:
+                raise ValueError(
+                    f"{placements[at]} on dimension {at} of a mesh {tuple(mesh_shape)} is no range of its tensor, as "
+                    f"those behind it make {behind} pieces; cut it with FSDP over tensor parallelism"
+                )
+        for at in [*(at for at in cutters if at not in strided), *reversed(strided)]:
+            if at not in together:
+                box[dim] = _chunk(box[dim], mesh_shape[at], coordinate[at])
+    return tuple(box)
+
+
+def _chunk(whole: tuple[int, int], pieces: int, at: int) -> tuple[int, int]:
+    first, stop = whole
+    size = -(-(stop - first) // pieces)
+    return min(first + at * size, stop), min(first + (at + 1) * size, stop)
 
 
 def gathered(tensor: DTensor, over: Sequence[int] | None = None) -> Tensor:
