@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kforge_optim import OptimConfig
+from kforge_optim.orthogonal import POLAR_EXPRESS
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -38,6 +39,20 @@ def muon(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
         a = x @ x.T
         x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
     return w - lr * decay * w - lr * 0.2 * math.sqrt(max(w.shape)) * x
+
+
+def normuon(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    """Polar Express, through an SVD; NorMuon's variance of rows; the scale of rate near 0.02."""
+    s["m"] = 0.95 * s.get("m", 0.0) + 0.05 * g
+    u, values, vt = np.linalg.svd(0.05 * g + 0.95 * s["m"], full_matrices=False)
+    values = values / np.sqrt((values**2).sum()) / 1.01
+    for a, b, c in POLAR_EXPRESS[:5]:
+        values = a * values + b * values**3 + c * values**5
+    x = (u * values) @ vt
+    s["v"] = 0.9 * s.get("v", 0.0) + 0.1 * (x * x).mean(1, keepdims=True)
+    x = x / (np.sqrt(s["v"]) + 1e-8)
+    x = x / np.linalg.norm(x) * math.sqrt(min(w.shape))
+    return w - lr * decay * w - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * x
 
 
 def schedule_free(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
@@ -71,6 +86,11 @@ class Row:
 ALGORITHMS: dict[str, Row] = {
     "adamw": Row({"name": "adamw"}, adamw),
     "muon": Row({"name": "muon"}, muon, beside=adamw),
+    "normuon": Row(
+        {"name": "muon", "muon_method": "polar_express", "muon_scale": "original", "muon_variance_beta": 0.9},
+        normuon,
+        beside=adamw,
+    ),
     "schedule_free": Row({"name": "schedule_free"}, schedule_free),
 }
 NAMES = sorted(ALGORITHMS)

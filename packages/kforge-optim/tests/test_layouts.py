@@ -113,7 +113,8 @@ def _train(rank: int, world: int) -> list[tuple[str, str, list[float], dict[str,
         ]
         assert strided == (["embed.weight", "up.weight", "up.bias"] if shard * replicate > 1 and tp > 1 else [])
         for key, tensor in state.items():
-            assert tensor.ndim == 0 or tensor.placements == placements[key.split(":")[0]]
+            if tensor.shape == weights[key.split(":")[0]].shape:
+                assert tensor.placements == placements[key.split(":")[0]]
         whole = {
             key: tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
             for key, tensor in {**weights, **state}.items()

@@ -16,7 +16,8 @@ def foreach_mul_(targets: Sequence[Tensor], factor: Tensor) -> None:
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``target.copy_(source)`` for each pair, in few launches. Stands in for that loop."""
-    torch._foreach_copy_(list(targets), list(sources))
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def foreach_add_(targets: Sequence[Tensor], value: Tensor) -> None:
@@ -59,9 +60,3 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
             f"{tuple(tensor.to_local().shape)} on this rank where {tuple(shape)} was computed: no box of the whole"
         )
     return tuple(offset)
-
-
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """``target.copy_(source)`` for each, in few launches. Stands in for that loop."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))

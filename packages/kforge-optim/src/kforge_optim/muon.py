@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from kforge_optim import split
 from kforge_optim._torch import foreach_copy_, sharded_dim
 from kforge_optim.algorithm import Rates, Slot, register_optimizer
 from kforge_optim.config import OptimConfig
 from kforge_optim.dealing import Bucket, Layout, Place, back, deal, in_flight, packed, there
 from kforge_optim.orthogonal import METHODS
+from kforge_optim.rounding import noise_key
 from kforge_optim.sharding import local, local_gradient
 
 _BATCH_ELEMENTS = 2**25
@@ -56,7 +58,7 @@ class _Weight:
 class Muon:
     """B = μB + (1-μ)g;  O = orthogonal(g + μ(B - g));  W = W - lr·wd·W - lr · s · O, for each matrix of a weight.
 
-    Nesterov momentum. State of a parameter: ``momentum_buffer`` in its dtype and placement.
+    Nesterov momentum. State of a parameter: ``momentum_buffer`` in its placement, in float32 or wider.
 
     method: ``newton_schulz`` or ``polar_express``, see `orthogonal`. ns_steps: its iterations. ns_dtype: their dtype.
     None: bfloat16 on a GPU; elsewhere the parameter's. float64 stays float64.
@@ -95,7 +97,8 @@ class Muon:
         """Zero momentum, and zero row variances. Raises ValueError for fewer than two dimensions."""
         if parameter.ndim < 2:
             raise ValueError(f"muon takes matrices, not a parameter of shape {tuple(parameter.shape)}")
-        state = {"momentum_buffer": torch.zeros_like(parameter.detach())}
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        state = {"momentum_buffer": torch.zeros_like(parameter.detach(), dtype=wide)}
         if self.variance_beta is not None:
             state["row_variance"] = _row_zeros(parameter.detach())
         return state
@@ -103,6 +106,10 @@ class Muon:
     def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
         """One step; see `Algorithm.update`. Every rank that shares a matrix must call it with the same slots."""
         in_flight(self._jobs(slots, rates, scale, None if gate is None else gate > 0))
+
+    def update_split(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
+        """As `update`, of bfloat16 weights, dealt all together; each is widened as it takes its step."""
+        self.update(slots, rates=rates, scale=scale, gate=gate)
 
     def _jobs(
         self, slots: Sequence[Slot], rates: Rates, scale: Tensor | None, accept: Tensor | None
@@ -206,9 +213,13 @@ class Muon:
 
     def _step(self, weight: _Weight, rates: Rates, accept: Tensor | None) -> None:
         slot = weight.slot
-        weight_rc = local(slot.parameter)
+        weight_rc = local(split.whole(slot).parameter)
         new_rc = (weight_rc * (1 - rates.lr * rates.weight_decay)).sub_(weight.update_rc, alpha=rates.lr)
         _put(weight_rc, new_rc, accept)
+        if slot.remainder is not None:
+            split.store(slot, weight_rc)
+        elif slot.parameter.dtype == torch.bfloat16:
+            split.store_rounded(slot, weight_rc, noise_key(rates.seed, rates.step, slot.name))
         if weight.rows_r is not None:
             rows_r = local(slot.state["row_variance"])
             _put(rows_r, weight.rows_r.view(rows_r.dtype), accept)
