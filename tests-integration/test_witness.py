@@ -155,6 +155,10 @@ BASE = {
     "parallel.accumulate": ({"data__microbatch_rows": 4}, "sharded"),
     "ckpt.keep_last": ({"ckpt__every_steps": 1}, 1),
     "ckpt.keep_every": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1}, 2),
+    "ckpt.keep_steps": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1}, (1,)),
+    "ckpt.keep_doubling_from": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1}, 1),
+    "ckpt.keep_best": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1, "train__eval_every_steps": 1}, 4),
+    "ckpt.every_minutes": ({}, 1e-9),
 }
 # What the error says, where a value other than the first cannot be had here.
 ERRORS = {
@@ -265,6 +269,7 @@ def facets(config, run_dir):
         if config.model.n_experts:
             names = ("load_max", "entropy", *(["bias_range"] if config.model.router_bias else []))
             seen["load"] = [values(config.train.run_dir, f"moe/0/{name}") for name in names]
+        seen["saves"] = list(values(config.train.run_dir, "seconds", "checkpoint"))
         seen["evaluations"] = values(config.train.run_dir, "loss", "eval")
         seen["scored"] = values(config.train.run_dir, "tokens", "eval")
     return seen

@@ -273,6 +273,7 @@ def test_a_subgroup_votes_by_itself_and_names_global_ranks() -> None:
 def late_group(rank: int, world: int) -> str:
     guard = Guard()
     dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.barrier()  # or a rank that is done is gone before the other has met it
     try:
         guard.vote(scalar(1.0), scalar(1.0), False)
     except RuntimeError as error:
@@ -299,3 +300,19 @@ def test_vote_on_cuda_never_synchronises() -> None:
     assert [str(vote.verdict) for vote in votes] == ["ok"] * 5 + ["stop"]
     assert [vote.gate.item() for vote in votes] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
     assert guard.settle() == "ok"
+
+
+def test_a_wish_to_save_is_that_of_all_and_changes_nothing_else() -> None:
+    for world in (1, 2):
+        for verdict, gate in run_ranks(wishing, world):
+            assert verdict == ["ok", "ok"] and gate == [1.0, 1.0]
+
+
+def wishing(rank: int, world: int) -> tuple[list[str], list[float]]:
+    guard = Guard()
+    one = torch.ones(())
+    votes = [guard.vote(one, one, False, save=rank == world - 1), guard.vote(one, one, False)]
+    verdicts = [votes[1].verdict, guard.settle()]
+    assert [verdict.save for verdict in verdicts] == [True, False]
+    assert not any(verdict.skipped or verdict.stop_ranks or verdict.reason for verdict in verdicts)
+    return [verdict.action for verdict in verdicts], [vote.gate.item() for vote in votes]

@@ -68,6 +68,7 @@ OTHER: dict[str, Any] = {
     "optim.momentum_phases": [{"steps": 7, "schedule": "linear", "from": 0.85, "to": 0.95}],
     "optim.weight_decay_phases": [{"schedule": "linear", "to": 0.0}],
     "ckpt.mode": "sync",
+    "ckpt.keep_steps": [500],
     "ckpt.writer": "process",
     "ckpt.staging_gib": 4.0,
     "resilience.stop_signals": ["SIGTERM"],

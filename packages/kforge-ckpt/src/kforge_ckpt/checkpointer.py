@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +19,7 @@ from kforge_ckpt.errors import CheckpointError
 from kforge_ckpt.files import FileRecord, write_file
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.restoring import Plan, Saved, read_meta
-from kforge_ckpt.retention import expendable
+from kforge_ckpt.retention import Retention, read_scores, write_scores
 from kforge_ckpt.safetensors import header_of, write_tensors
 from kforge_ckpt.saving import Agreement, Collected, WriteTensors, collect, write, write_shared
 from kforge_ckpt.staging import HostMemory, Staging
@@ -43,6 +43,7 @@ class Save:
     collected: Collected
     tree: Json
     layout: Layout
+    temporary: bool
 
 
 class Checkpointer:
@@ -52,8 +53,8 @@ class Checkpointer:
     ``dir`` is a folder that all of them see. `latest`, `steps` and `meta` are local.
 
     dir: the folder of the checkpoints; made by the first save.
-    keep_last: how many of the newest are kept; at least 1. The one just saved is kept always.
-    keep_every: steps that are multiples of it are never deleted; 0: none.
+    keep_last, keep_every, keep_steps, keep_doubling_from, keep_best, best_metric, best_is_highest: which checkpoints
+        are kept, by default the three newest; the fields of `Retention`. The one just saved is kept always.
     mode: "sync": `save` returns when the checkpoint is committed. "async": tensors are copied to host memory, and
         written in the background, one save at a time.
     overlap: in mode "async", `save` returns before the copy is done; you call `staged` before you change a tensor.
@@ -71,6 +72,11 @@ class Checkpointer:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
+        keep_steps: Sequence[int] = (),
+        keep_doubling_from: int = 0,
+        keep_best: int = 0,
+        best_metric: str = "loss",
+        best_is_highest: bool = False,
         mode: Literal["sync", "async"] = "sync",
         overlap: bool = False,
         writer: Literal["thread", "process"] = "thread",
@@ -87,10 +93,16 @@ class Checkpointer:
             raise ValueError("writer = 'process' needs memory without a name, which only Linux has; use 'thread'")
         if staging_bytes is not None and staging_bytes < 1:
             raise ValueError(f"staging_bytes = {staging_bytes} must be some bytes, or None")
-        expendable((), keep_last=keep_last, keep_every=keep_every)  # says what is wrong with the numbers, if anything
         self.dir = Path(dir)
-        self.keep_last = keep_last
-        self.keep_every = keep_every
+        self.keep = Retention(
+            last=keep_last,
+            every=keep_every,
+            steps=tuple(keep_steps),
+            doubling_from=keep_doubling_from,
+            best=keep_best,
+            metric=best_metric,
+            highest=best_is_highest,
+        )
         self.mode = mode
         self.overlap = overlap
         self.writer = writer
@@ -128,11 +140,19 @@ class Checkpointer:
 
     # Saving.
 
-    def save(self, step: int, states: Mapping[str, Stateful], meta: dict[str, Any] | None = None) -> bool:
+    def save(
+        self,
+        step: int,
+        states: Mapping[str, Stateful],
+        meta: dict[str, Any] | None = None,
+        *,
+        temporary: bool = False,
+    ) -> bool:
         """Save ``states`` as the checkpoint of ``step``; in mode "sync" it is committed on return.
 
-        ``meta`` is a small dict of plain values to be read without loading anything (rank 0's counts). Returns False
-        when ``step`` is committed already: it is left as it is, whatever the states are now.
+        ``meta`` is a small dict of plain values to be read without loading anything (rank 0's counts). A ``temporary``
+        checkpoint is kept until there is a later one. Returns False when ``step`` is committed already: it is left as
+        it is, whatever the states are now.
 
         In mode "async" it returns when the states may be changed again, and the rest goes on beside the caller; with
         ``overlap`` it does not wait for that either, and the caller waits by `staged` before it changes a tensor. A
@@ -160,7 +180,7 @@ class Checkpointer:
             passing = ranks.all(what, lambda: enter_forms(states, stack))
             collected, tree, layout = self._agreement.reach(ranks, what, step, lambda: collect(states, meta))
             folder = Path(ranks.first(what, lambda: self._stage(step)))
-            job = Save(step, what, folder, started, collected, tree, layout)
+            job = Save(step, what, folder, started, collected, tree, layout, temporary)
             if self.mode == "sync":
                 self._finish(ranks, job, self._direct(job))
                 return True
@@ -170,6 +190,14 @@ class Checkpointer:
             if passing or not self.overlap:
                 self.staged()
         return True
+
+    def score(self, step: int, **values: float) -> None:
+        """Tell how good the checkpoint of a step is, for `Retention.best`: metrics by name. On rank 0 alone; others do
+        nothing. Kept beside the checkpoints, for whoever goes on with them."""
+        if self._ranks().rank == 0:
+            scores = read_scores(self.dir)
+            scores[step] = {**scores.get(step, {}), **{name: float(value) for name, value in values.items()}}
+            write_scores(self.dir, scores)
 
     def staged(self) -> None:
         """Wait until the tensors of the last save may be changed. On CUDA the host does not wait: the current stream
@@ -228,7 +256,7 @@ class Checkpointer:
     def _commit(self, job: Save, files: dict[str, FileRecord], world: int) -> int:
         commit.reached("all ranks written")
         files = files | write_shared(job.folder, job.step, world, job.layout.index, job.tree, job.collected.meta)
-        commit.commit(self.dir, job.folder, job.step, files)
+        commit.commit(self.dir, job.folder, job.step, files, temporary=job.temporary)
         return sum(record.size for record in files.values())
 
     def _saved(self, job: Save, size: int) -> None:
@@ -238,7 +266,9 @@ class Checkpointer:
             found = commit.committed(self.dir)
             self._tell("checkpoint_saved", step=job.step, seconds=seconds, bytes=size, path=str(found[job.step]))
             commit.point_latest(self.dir, found[max(found)])
-            old = expendable(found, keep_last=self.keep_last, keep_every=self.keep_every, protect=[job.step])
+            temporary = [step for step, folder in found.items() if commit.is_temporary(folder)]
+            scores = read_scores(self.dir) if self.keep.best else None
+            old = self.keep.expendable(found, temporary=temporary, scores=scores, protect=[job.step])
             aside = [(step, commit.put_aside(self.dir, found[step])) for step in old]
         except OSError as error:
             logger.warning("step %d is committed, but tidying up %s failed: %s", job.step, self.dir, error)

@@ -78,6 +78,14 @@ def committed(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def is_temporary(folder: Path) -> bool:
+    """Whether a committed checkpoint says that it is of use until there is a later one."""
+    try:
+        return json.loads((folder / MARKER).read_bytes()).get("temporary") is True
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def stage(root: Path, step: int) -> Path:
     """Make an empty staging folder for a step."""
     root.mkdir(parents=True, exist_ok=True)
@@ -116,8 +124,9 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord]) -> Path:
-    """Seal a staging folder that holds ``files`` and give it its name. Returns the committed folder."""
+def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord], *, temporary: bool = False) -> Path:
+    """Seal a staging folder that holds ``files`` and give it its name. Returns the committed folder. ``temporary`` says
+    in the marker that it is of use until there is a later one."""
     for name, record in files.items():
         try:
             size = (folder / name).stat().st_size
@@ -136,7 +145,8 @@ def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord]) ->
     seal = write_json(folder / MANIFEST, manifest)
     sync_folder(folder)
     reached("manifest written")
-    write_json(folder / MARKER, {"format": FORMAT, "step": step, "manifest": seal.checksum})
+    marker = {"format": FORMAT, "step": step, "manifest": seal.checksum}
+    write_json(folder / MARKER, {**marker, "temporary": True} if temporary else marker)
     sync_folder(folder)
     reached("marker written")
     final = root / folder_name(step)

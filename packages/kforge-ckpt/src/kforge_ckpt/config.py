@@ -21,6 +21,15 @@ class CkptConfig:
     """How many of the newest checkpoints are kept; at least 1."""
     keep_every: int = 0
     """Checkpoints at multiples of this step are never deleted. 0: none is kept for its number."""
+    keep_steps: tuple[int, ...] = ()
+    """Checkpoints of these steps are never deleted."""
+    keep_doubling_from: int = 0
+    """Checkpoints of this step times 1, 2, 4, 8, … are never deleted: dense early, sparse late. 0: none."""
+    keep_best: int = 0
+    """How many of the checkpoints with the lowest held-out loss are kept; those that were evaluated count. 0: none for
+    its loss."""
+    every_minutes: float = 0.0
+    """Save when so many minutes have passed since the last time, too; kept until there is a later one. 0: never."""
     mode: str = "async"
     """async: a save is copied to host memory under the next step's forward and backward, and written in the background.
     sync: training waits until it is committed."""
@@ -36,6 +45,10 @@ class CkptConfig:
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ValueError(f"ckpt.keep_last = {self.keep_last} must be at least 1: the newest is never deleted")
+        if min(self.keep_steps, default=0) < 0:
+            raise ValueError(f"ckpt.keep_steps = {list(self.keep_steps)} must be steps from 0 on")
+        if not 0 <= self.every_minutes < math.inf:
+            raise ValueError(f"ckpt.every_minutes = {self.every_minutes} must be 0 (off) or some minutes")
         if self.mode not in ("async", "sync"):
             raise ValueError(f"ckpt.mode = {self.mode!r} does not exist; there are async and sync")
         if self.writer not in ("thread", "process"):
@@ -44,6 +57,6 @@ class CkptConfig:
             raise ValueError(f"ckpt.staging_gib = {self.staging_gib} must be above 0, or left out")
         if self.mode == "sync" and (self.writer != "thread" or self.staging_gib is not None):
             raise ValueError("ckpt.writer and ckpt.staging_gib are of ckpt.mode = 'async'; leave them out, or set it")
-        for name in ("every_steps", "keep_every"):
+        for name in ("every_steps", "keep_every", "keep_doubling_from", "keep_best"):
             if getattr(self, name) < 0:
-                raise ValueError(f"ckpt.{name} = {getattr(self, name)} must be 0 (off) or more steps")
+                raise ValueError(f"ckpt.{name} = {getattr(self, name)} must be 0 (off) or more")

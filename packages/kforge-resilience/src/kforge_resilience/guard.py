@@ -29,7 +29,7 @@ Action = Literal["ok", "stop", "abort"]
 OnEvent = Callable[[str, dict[str, Any]], None]
 
 # Bits of a rank's code. A float64 sum of such codes, one rank a slot, is exact.
-LOSS_NAN, LOSS_INF, NORM_NAN, NORM_INF, STOP = 1, 2, 4, 8, 16
+LOSS_NAN, LOSS_INF, NORM_NAN, NORM_INF, STOP, SAVE = 1, 2, 4, 8, 16, 32
 
 _log = logging.getLogger("kforge_resilience")
 
@@ -52,6 +52,8 @@ class Verdict(str):
     """Global ranks that are the cause: their loss was not finite or, where no loss explains it, their norm."""
     stop_ranks: tuple[int, ...]
     """Global ranks that asked to stop."""
+    save: bool
+    """Some rank asked for a checkpoint."""
     skipped_in_a_row: int
     """Skipped steps one after the other, up to and with this one."""
     skipped_total: int
@@ -66,12 +68,13 @@ class Verdict(str):
         reason: str = "",
         ranks: tuple[int, ...] = (),
         stop_ranks: tuple[int, ...] = (),
+        save: bool = False,
         skipped_in_a_row: int = 0,
         skipped_total: int = 0,
     ) -> Verdict:
         self = super().__new__(cls, action)
         self.step, self.skipped, self.reason = step, skipped, reason
-        self.ranks, self.stop_ranks = ranks, stop_ranks
+        self.ranks, self.stop_ranks, self.save = ranks, stop_ranks, save
         self.skipped_in_a_row, self.skipped_total = skipped_in_a_row, skipped_total
         return self
 
@@ -139,12 +142,13 @@ class Guard:
         pinned = self.device.type == "cuda"
         self._hosts = [torch.empty(width, dtype=torch.float64, pin_memory=True) for _ in range(2)] if pinned else []
 
-    def vote(self, loss: Tensor, norm: Tensor, stop: bool, step: int | None = None) -> Vote:
+    def vote(self, loss: Tensor, norm: Tensor, stop: bool, step: int | None = None, *, save: bool = False) -> Vote:
         """One all-reduce; every rank of the group calls it once a step, whatever it has seen.
 
         loss: 0-dim, this rank's part of the global loss (the sum over ranks is the loss; a rank that only holds a
         copy of another's passes zero). norm: 0-dim gradient norm, of the rank or global. stop: this rank was asked to
-        stop. step: number of the step, counted from 1 (= steps done after it); by default one more than the last.
+        stop. step: number of the step, counted from 1 (= steps done after it); by default one more than the last. save:
+        this rank asks for a checkpoint, by its clock, say.
 
         Returns gate and loss of this step, and the verdict of the vote before.
         """
@@ -154,7 +158,7 @@ class Guard:
             )
         step = self._next_step if step is None else step
         self._next_step = step + 1
-        ballot = self._ballot(loss, norm, stop)
+        ballot = self._ballot(loss, norm, stop * STOP + save * SAVE)
         if not self._alone:
             dist.all_reduce(ballot, group=self._group)
         gate, total = _tally(ballot)
@@ -194,12 +198,12 @@ class Guard:
         self._stopping = False
         self._last = Verdict("ok", skipped_in_a_row=self._skipped_in_a_row, skipped_total=self._skipped_total)
 
-    def _ballot(self, loss: Tensor, norm: Tensor, stop: bool) -> Tensor:
+    def _ballot(self, loss: Tensor, norm: Tensor, wishes: int) -> Tensor:
         loss, norm = loss.detach(), norm.detach()
         code = loss.isnan() * LOSS_NAN + loss.isinf() * LOSS_INF + norm.isnan() * NORM_NAN + norm.isinf() * NORM_INF
         ballot = torch.zeros(1 + len(self._ranks), dtype=torch.float64, device=self.device)
         ballot[0] = loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        ballot[1 + self._slot] = code + STOP if stop else code
+        ballot[1 + self._slot] = code + wishes
         return ballot
 
     def _send(self, ballot: Tensor, step: int) -> _Pending:
@@ -245,6 +249,7 @@ class Guard:
             reason=f"step {step}: {'; '.join(parts)}" if parts else "",
             ranks=tuple(sorted({*loss_ranks, *norm_ranks})),
             stop_ranks=stop_ranks,
+            save=bool(self._who(codes, SAVE)),
             skipped_in_a_row=self._skipped_in_a_row,
             skipped_total=self._skipped_total,
         )

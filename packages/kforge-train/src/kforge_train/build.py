@@ -232,6 +232,9 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
                 checkpoint_dir(config),
                 keep_last=config.ckpt.keep_last,
                 keep_every=config.ckpt.keep_every,
+                keep_steps=config.ckpt.keep_steps,
+                keep_doubling_from=config.ckpt.keep_doubling_from,
+                keep_best=config.ckpt.keep_best,
                 **background(config.ckpt),
                 on_event=lambda kind, values: log.debug("%s %s", kind, values),  # the trainer tells of it
             ),

@@ -32,6 +32,7 @@ class Trainer:
         self.next_step = 0
         """Optimizer steps done, which is the number of the next one."""
         self.saved_step: int | None = None
+        self.saved_at = time.monotonic()
         self.save_failed = False
         self.started = time.monotonic()
         self.time_is_up = False
@@ -71,7 +72,7 @@ class Trainer:
         norm = norm / boost
         clip.clip_values_(job.model.parameters(), self.config.optim.clip_value, scale=boost)
         factor = clip.clip_factor(norm, self.config.optim.clip_norm)
-        vote = job.guard.vote(loss, norm, self.wants_stop(), step=self.next_step + 1)
+        vote = job.guard.vote(loss, norm, self.wants_stop(), step=self.next_step + 1, save=self.wants_save())
         lr = max(job.optimizer.lrs().values())
         job.optimizer.step(scale=factor / boost, gate=vote.gate)
         job.optimizer.zero_grad()
@@ -106,8 +107,9 @@ class Trainer:
             if verdict.action != "ok":
                 break
             # Saved first: what comes while an evaluation runs then finds everything safe.
-            if self.due(config.ckpt.every_steps) and not job.guard.settle().skipped:
-                self.save()
+            due = self.due(config.ckpt.every_steps)
+            if (due or verdict.save) and not job.guard.settle().skipped:
+                self.save(temporary=not due)
             if self.due(config.train.eval_every_steps):
                 self.evaluate()
         if verdict.action == "ok":
@@ -127,6 +129,11 @@ class Trainer:
         failed = self.save_failed or self.job.checkpointer.failed
         return self.time_is_up or self.job.stop.requested is not None or failed
 
+    def wants_save(self) -> bool:
+        """Whether, by this process's clock, it is time for a checkpoint."""
+        minutes = self.config.ckpt.every_minutes
+        return minutes > 0 and time.monotonic() - self.saved_at > minutes * 60
+
     def restore(self) -> None:
         """Go on from the newest committed checkpoint, where there is one. Raises ConfigError for one of another job."""
         job = self.job
@@ -144,7 +151,7 @@ class Trainer:
             )
         job.tracker.event("resume", self.next_step, {"checkpoint": newest})
 
-    def save(self) -> None:
+    def save(self, *, temporary: bool = False) -> None:
         """Write a checkpoint of the step just done, unless there is one. In the background it is a part of training."""
         if self.saved_step == self.next_step:
             return
@@ -152,9 +159,10 @@ class Trainer:
         self.settle_save()
         with nullcontext() if job.checkpointer.mode == "async" else job.tracker.pause():
             start = time.monotonic()
-            job.checkpointer.save(self.next_step, self.state, meta={"config": asdict(self.config), **versions()})
+            meta = {"config": asdict(self.config), **versions()}
+            job.checkpointer.save(self.next_step, self.state, meta=meta, temporary=temporary)
             seconds = time.monotonic() - start
-        self.saved_step = self.next_step
+        self.saved_step, self.saved_at = self.next_step, time.monotonic()
         job.tracker.event("checkpoint", self.next_step, {"seconds": seconds})
 
     def settle_save(self) -> None:
@@ -175,6 +183,8 @@ class Trainer:
             values = evaluate(job.model, job.heldout, self.config, job.mesh, max_rows=rows, stop=self.wants_stop)
         if values is not None:
             job.tracker.event("eval", self.next_step, values)
+            if self.config.ckpt.keep_best:
+                job.checkpointer.score(self.next_step, loss=values["loss"])
         return values is not None
 
     def report_start(self) -> None:
