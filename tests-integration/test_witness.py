@@ -138,6 +138,8 @@ BASE = {
     "model.rope_attn_factor": (YARN, 2.0),
     "model.mtp_weight": ({"model__mtp_depth": 1}, 0.9),
     "optim.muon_momentum": ({"optim__name": "muon"}, 0.5),
+    "optim.qk_clip": ({"optim__qk_clip_every_steps": 1}, 1e-3),
+    "optim.qk_clip_every_steps": ({"optim__qk_clip": 1e-3}, 2),
     "optim.muon_method": ({"optim__name": "muon"}, "polar_express"),
     "optim.muon_scale": ({"optim__name": "muon"}, "original"),
     "optim.muon_variance_beta": ({"optim__name": "muon"}, 0.9),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kforge_model import ModelConfig, Rows, Transformer, qk_clip
 from kforge_model.points import capture
-from kforge_model.qk_clip import max_logits, scale_qk
+from kforge_model.qk_clip import max_logits, qk_factors, scale_qk
 from kforge_testing import run_ranks
 
 MLA = {"attention": "mla", "kv_lora_rank": 12, "head_dim": 12, "rope_dim": 4}
@@ -91,6 +91,25 @@ def test_scaling_a_head_scales_its_scores_and_no_others(kind: str, factor: float
     assert error.abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_of_weights_are_what_scaling_head_by_head_does(kind: str) -> None:
+    scaled, multiplied = build(kind), build(kind)
+    factors = torch.linspace(0.3, 1.7, 8, dtype=torch.float64).reshape(2, 4)
+    factors[0, 1] = 1
+    for layer in range(2):
+        for head in range(4):
+            scale_qk(scaled, layer, head, factors[layer, head].item())
+    weights = dict(multiplied.named_parameters())
+    for name, by in qk_factors(multiplied, factors):
+        assert by.ndim == weights[name].ndim
+        with torch.no_grad():
+            weights[name].mul_(by)
+    for name, right in scaled.named_parameters():
+        torch.testing.assert_close(weights[name], right, rtol=1e-14, atol=0, msg=name)
+    stage = build(kind).stage(False, [1], True)
+    assert {name.split(".")[1] for name, _ in qk_factors(stage, factors[1:])} == {"1"}
+
+
 def test_clipping_to_a_threshold() -> None:
     model = build("gqa")
     ids = torch.randint(37, (2, 9))
@@ -159,3 +178,5 @@ def test_user_errors() -> None:
         normed = Transformer(ModelConfig(vocab_size=37, dim=32, n_layers=1, n_heads=4, qk_norm=kind))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="changes nothing"):
             scale_qk(normed, 0, 0, 0.5)
+        with pytest.raises(ValueError, match="changes nothing"):
+            list(qk_factors(normed, torch.ones(1, 4)))

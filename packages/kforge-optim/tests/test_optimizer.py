@@ -11,7 +11,7 @@ from optim_models import TinyModel, batches, summed_loss, tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kforge_optim import OptimConfig, Optimizer, Rates, Slot, build_optimizer, clip, register_optimizer
 from kforge_testing import run_ranks
@@ -349,3 +349,33 @@ def test_unknown_optimizer_lists_the_known_ones_and_a_decorator_adds_one() -> No
     optimizer.step()
     torch.testing.assert_close((model.layers["0"].down.weight - before).abs(), torch.full_like(before, 0.5))
     assert optimizer.lrs()["embeddings"] == 0.1
+
+
+def _multiplied(rank: int, world: int) -> None:
+    factors = torch.arange(1, 8.0)[None], torch.linspace(0.5, 1, 6)[:, None], torch.full((1, 1), 3.0)
+    mesh = init_device_mesh("cpu", (2, world // 2))
+    for cut in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(1)]):
+        for dtype, storage in ((torch.float32, "fp32"), (torch.bfloat16, "split")):
+            whole = torch.randn(6, 7, generator=torch.Generator().manual_seed(1))
+            model = nn.Module()
+            model.weight = nn.Parameter(distribute_tensor(whole.to(dtype), mesh, cut))
+            optimizer = build_optimizer(model, OptimConfig(), 10, storage=storage)
+            optimizer.set_full_weight("weight", whole)
+            optimizer.multiply(("weight", factor) for factor in factors)
+            for factor in factors:
+                whole = whole * factor
+            assert torch.equal(optimizer.full_weight("weight").full_tensor(), whole), (cut, storage)
+            assert torch.equal(model.weight.full_tensor(), whole.to(dtype))
+
+
+def test_multiply_at_full_precision_on_shards() -> None:
+    run_ranks(_multiplied, 4)
+
+
+def test_multiply_refuses_other_shapes() -> None:
+    optimizer = build_optimizer(nn.Linear(4, 3, bias=False), OptimConfig(), 10)
+    for shape in ((3,), (4, 1), (3, 4, 1)):
+        with pytest.raises(ValueError, match=r"'weight' has shape \(3, 4\) and cannot be multiplied by"):
+            optimizer.multiply([("weight", torch.ones(shape))])
+    with pytest.raises(KeyError, match="nowhere"):
+        optimizer.multiply([("nowhere", torch.ones(1, 1))])

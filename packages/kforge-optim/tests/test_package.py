@@ -72,6 +72,8 @@ CHANGED: dict[str, Any] = {
     "muon_variance_beta": 0.9,
     "muon_ns_steps": 2,
     "muon_ns_dtype": "bfloat16",
+    "qk_clip": 0.5,
+    "qk_clip_every_steps": Beside({"qk_clip": 0.5}, 2),
     "schedule": "linear",
     "schedule_steps": 12,
     "warmup_steps": 3,
@@ -97,13 +99,15 @@ def _trained(**values: object) -> torch.Tensor:
     config = OptimConfig(**{**BASE, **values})  # type: ignore[arg-type]
     optimizer = build_optimizer(model, config.in_steps(tokens_per_step=8), 8)
     scaler = LossScaler(init_scale=config.loss_scale_init, growth_interval=config.loss_scale_growth_steps)
-    for _ in range(7):
+    for step in range(7):
         loss = nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8))
         (loss * scaler.scale).backward()
         norm = clip.total_norm(model) / scaler.scale
         clip.clip_values_(model, config.clip_value, scale=scaler.scale)
         optimizer.step(scale=clip.clip_factor(norm, config.clip_norm) / scaler.scale)
         optimizer.zero_grad()
+        if config.qk_clip and step % config.qk_clip_every_steps == 0:  # the scores are the model's business
+            optimizer.multiply([("1.weight", torch.full((1, 1), config.qk_clip))])
         scaler.update(torch.isfinite(norm))
     return torch.cat([scaler.scale[None], *(parameter.detach().flatten() for parameter in model.parameters())])
 
@@ -129,6 +133,9 @@ def test_law_8_each_field_changes_what_is_trained() -> None:
         ("muon_momentum", 1.0),
         ("eps", 0.0),
         ("muon_ns_steps", 0),
+        ("qk_clip", -1.0),
+        ("qk_clip", float("inf")),
+        ("qk_clip_every_steps", 0),
         ("warmup_tokens", -1),
         ("decay_steps", -1),
         ("decay_shape", "steep"),

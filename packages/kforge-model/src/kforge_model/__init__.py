@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from kforge_model.presets import preset as preset
     from kforge_model.presets import preset_values as preset_values
     from kforge_model.qk_clip import max_logits as max_logits
+    from kforge_model.qk_clip import qk_factors as qk_factors
     from kforge_model.qk_clip import scale_qk as scale_qk
     from kforge_model.registry import ATTENTION_CORES as ATTENTION_CORES
     from kforge_model.registry import LOSSES as LOSSES
@@ -135,6 +136,7 @@ _HOME = {
     "preset_values": "presets",
     "rope_frequencies": "rope",
     "sample": "sampling",
+    "qk_factors": "qk_clip",
     "scale_qk": "qk_clip",
     "score": "generation",
     "separate": "exchange",

@@ -7,11 +7,14 @@ score exceeded a threshold has its query and key weights scaled so that it would
     for at, layer in enumerate(map(int, model.layers)):
         for head in (greatest[at] > 100).nonzero().flatten().tolist():
             scale_qk(model, layer, head, 100 / greatest[at, head].item())
+
+In a training loop the host does not want to know: `qk_factors` says, on the device, by what each weight is multiplied.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -95,11 +98,7 @@ def scale_qk(model: Transformer, layer: int, head: int, factor: float) -> None:
         raise ValueError(f"factor = {factor} must be finite and above 0")
     if not 0 <= head < config.n_heads:
         raise ValueError(f"head = {head} must lie in 0 .. {config.n_heads - 1}")
-    if config.qk_norm != "none":
-        raise ValueError(
-            f"model.qk_norm = {config.qk_norm!r} normalises queries and keys after their weights, so scaling these "
-            "changes nothing; qk_norm already bounds the scores"
-        )
+    _refuse_qk_norm(model)
     attn = block_of(model, layer).attn
     root = math.sqrt(factor)
     if isinstance(attn, LatentAttention):
@@ -120,6 +119,48 @@ def scale_qk(model: Transformer, layer: int, head: int, factor: float) -> None:
             _scale_box(tensor, at, (1, 1), factor)
         else:
             _scale_box(tensor, at, (1, 2), root)  # and the key behind it
+
+
+def qk_factors(model: Transformer, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What the weights are multiplied by so that all scores of each head are multiplied by its factor.
+
+    factors: [layers, heads] above 0, the layers being those of the model (or stage), the heads those of the whole
+    model. Yields (name of a parameter, plain tensor of as many dimensions, each as long as the whole parameter's or 1),
+    on the device and in the dtype of ``factors``: 1 where nothing is to change. Shares out factors as `scale_qk` does,
+    and raises ValueError for a model with qk_norm, too.
+    """
+    _refuse_qk_norm(model)
+    for name, factor in zip(model.layers, factors, strict=True):
+        attn, root = block_of(model, int(name)).attn, factor.sqrt()
+        prefix = f"layers.{name}.attn"
+        if isinstance(attn, LatentAttention):
+            one = torch.ones_like(factor)
+            query = torch.cat((_repeated(root, attn.unrotated), _repeated(factor, attn.rotated)), dim=1)
+            key = torch.cat((_repeated(root, attn.unrotated), _repeated(one, attn.value_dim)), dim=1)
+            yield f"{prefix}.{'wq' if attn.wq is not None else 'wq_b'}.weight", query.reshape(-1, 1)
+            yield f"{prefix}.wkv_b.weight", key.reshape(-1, 1)
+            continue
+        assert isinstance(attn, Attention)
+        by_key = factor.unflatten(0, (model.config.kv_heads, -1))  # [KV,R]
+        one = torch.ones_like(by_key[:, :1])
+        alone = by_key.shape[1] == 1
+        parts = torch.cat((by_key.sqrt(), by_key.sqrt(), one) if alone else (by_key, one, one), dim=1)[..., None]
+        yield f"{prefix}.wqkv.weight", parts[..., None]
+        if attn.wqkv.bias is not None:
+            yield f"{prefix}.wqkv.bias", parts
+
+
+def _repeated(of_heads: Tensor, rows: int) -> Tensor:
+    """[H] -> [H, rows]"""
+    return of_heads[:, None].expand(-1, rows)
+
+
+def _refuse_qk_norm(model: Transformer) -> None:
+    if model.config.qk_norm != "none":
+        raise ValueError(
+            f"model.qk_norm = {model.config.qk_norm!r} normalises queries and keys after their weights, so scaling "
+            "these changes nothing; qk_norm already bounds the scores"
+        )
 
 
 def _scale_rows(weight: Tensor, first: int, count: int, factor: float) -> None:

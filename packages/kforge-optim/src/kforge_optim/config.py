@@ -51,6 +51,11 @@ class OptimConfig:
     muon_ns_dtype: str = "auto"
     """Dtype of those iterations: auto (bfloat16 on a GPU, else float32), bfloat16 or float32. bfloat16 is the faster
     one on CPUs with AVX512-BF16 or AMX. Weights in float64 keep float64."""
+    qk_clip: float = 0.0
+    """Largest attention score (scale · q · k) of a head: after an accepted step, heads that exceed it have their query
+    and key weights scaled down to it, under any optimizer (MuonClip's QK-clip; 100 in its paper). 0: off."""
+    qk_clip_every_steps: int = 10
+    """How often scores are looked at: each time costs one more forward pass over the rows of the step."""
     schedule: str = "cosine"
     """How the rate moves after warm-up: cosine, linear, polynomial or rex (down over all steps), wsd (flat, then down),
     inverse_sqrt, constant, phases (the list of them), or none (no warm-up)."""
@@ -122,6 +127,15 @@ class OptimConfig:
             raise ValueError(f"optim.muon_scale = {self.muon_scale!r} must be rms or original")
         if self.muon_variance_beta is not None and not 0 <= self.muon_variance_beta < 1:
             raise ValueError(f"optim.muon_variance_beta = {self.muon_variance_beta} must lie in [0, 1), or be left out")
+        if not 0 <= self.qk_clip < math.inf:
+            raise ValueError(f"optim.qk_clip = {self.qk_clip} must be finite and not negative; 0 switches it off")
+        if self.qk_clip and self.name == "schedule_free":
+            raise ValueError(
+                "optim.qk_clip scales the weights that are trained, and schedule_free evaluates an average of others; "
+                "leave it out, or bound the scores by the model's qk_norm"
+            )
+        if self.qk_clip_every_steps < 1:
+            raise ValueError(f"optim.qk_clip_every_steps = {self.qk_clip_every_steps} must be at least 1")
         if self.muon_ns_steps < 1:
             raise ValueError(f"optim.muon_ns_steps = {self.muon_ns_steps} must be at least 1")
         if self.muon_ns_dtype not in ("auto", "bfloat16", "float32"):

@@ -24,7 +24,7 @@ from kforge_optim.schedules import (
     build_schedule,
     build_weight_decay_schedule,
 )
-from kforge_optim.sharding import copy_into, drop_gathered, local, local_part
+from kforge_optim.sharding import copy_into, drop_gathered, local, local_part, part_of
 
 Storage = Literal["fp32", "split", "stochastic"]
 
@@ -360,6 +360,27 @@ class Optimizer:
         if value.dtype != torch.float32:
             raise ValueError(f"the full weight {name!r} must be float32, not {value.dtype}; a cast would round it")
         split.store(slot, local_part(value, slot.parameter))
+
+    @torch.no_grad()
+    def multiply(self, factors: Iterable[tuple[str, Tensor]]) -> None:
+        """Multiply weights, by name, at full precision and in place. Moments stay as they are.
+
+        factors: plain tensors that are alike on all ranks, of as many dimensions as the weight, each as long as its or
+            1. Where they are 1, every bit of a weight in float32 or split storage stays.
+
+        On the device, without a collective. Raises KeyError for an unknown name, ValueError for a shape that does not
+        fit, and RuntimeError within `evaluation_weights` that holds averages.
+        """
+        for name, by in factors:
+            shape = self._slot(name).parameter.shape
+            if by.ndim != len(shape) or any(n not in (1, m) for n, m in zip(by.shape, shape, strict=True)):
+                raise ValueError(f"{name!r} has shape {tuple(shape)} and cannot be multiplied by {tuple(by.shape)}")
+            value = self.full_weight(name)
+            here = local(value)
+            here.mul_(part_of(by, value).to(device=here.device, dtype=here.dtype))
+            self.set_full_weight(name, value)
+        if self._model is not None:
+            drop_gathered(self._model)
 
     def load_full_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """`set_full_weight` for each name and value, one at a time: an iterator never needs to hold two of them.

@@ -106,6 +106,15 @@ def _chunk(whole: tuple[int, int], pieces: int, at: int) -> tuple[int, int]:
     return min(first + at * size, stop), min(first + (at + 1) * size, stop)
 
 
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """What of a plain ``whole`` belongs to this rank's shard of ``like``; a dimension of length 1 belongs to all."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    box = shard_box(like.shape, mesh.shape, like.placements, mesh.get_coordinate() or ())
+    return whole[tuple(slice(None) if size == 1 else slice(*at) for size, at in zip(whole.shape, box, strict=True))]
+
+
 def gathered(tensor: DTensor, over: Sequence[int] | None = None) -> Tensor:
     """The whole tensor on every rank; given mesh dimensions ``over``, what is whole over those alone.
 

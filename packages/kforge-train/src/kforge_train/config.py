@@ -76,6 +76,23 @@ class JobConfig:
                 f"data.row_tokens = {self.data.row_tokens} is longer than model.max_seq_len = "
                 f"{self.model.max_seq_len}; raise --model.max_seq_len or shorten the rows"
             )
+        if self.optim.qk_clip:
+            self._check_qk_clip()
+
+    def _check_qk_clip(self) -> None:
+        if self.model.kind != "transformer":
+            raise ValueError(f"optim.qk_clip knows the weights of model.kind = transformer, not of {self.model.kind!r}")
+        if self.model.qk_norm != "none":
+            raise ValueError(
+                f"optim.qk_clip changes nothing under model.qk_norm = {self.model.qk_norm!r}, which bounds the scores "
+                "already; leave one of them out"
+            )
+        for axis, why in (("cp", "sees all keys of a row"), ("pp", "has all layers")):
+            if getattr(self.parallel, axis) > 1:
+                raise ValueError(
+                    f"optim.qk_clip does not work with parallel.{axis} = {getattr(self.parallel, axis)}, as no rank "
+                    f"{why}; bound the scores by model.qk_norm instead"
+                )
 
 
 def optim_config(config: JobConfig) -> OptimConfig:

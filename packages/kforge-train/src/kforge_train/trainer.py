@@ -18,6 +18,7 @@ from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.evaluate import evaluate
+from kforge_train.qk_clip import clip_scores
 from kforge_train.saved import check_same_job, save_config
 
 FAILED = 1
@@ -78,6 +79,7 @@ class Trainer:
         job.optimizer.zero_grad()
         load = update_balance(job.model, job.mesh, vote.gate, self.next_step, self.config.train.steps)
         self.next_step += 1
+        clip_scores(job.model, job.optimizer, self.config.optim, job.mesh, window, vote.gate, self.next_step)
         job.tracker.step(
             self.next_step,
             tokens=self.config.data.global_rows * self.config.data.row_tokens,
