@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kforge_ckpt.errors import DamagedCheckpointError as DamagedCheckpointError
     from kforge_ckpt.errors import StateMismatchError as StateMismatchError
     from kforge_ckpt.errors import UnsupportedStateError as UnsupportedStateError
+    from kforge_ckpt.fitting import Fit as Fit
     from kforge_ckpt.rng import RngState as RngState
     from kforge_ckpt.state import PerRank as PerRank
     from kforge_ckpt.state import Stateful as Stateful
@@ -28,6 +29,7 @@ _HOME = {
     "Checkpointer": "checkpointer",
     "CkptConfig": "config",
     "DamagedCheckpointError": "errors",
+    "Fit": "fitting",
     "PerRank": "state",
     "RngState": "rng",
     "StateMismatchError": "errors",

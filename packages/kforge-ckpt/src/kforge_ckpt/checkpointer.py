@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from kforge_ckpt import commit
 from kforge_ckpt.background import Background
-from kforge_ckpt.errors import CheckpointError
+from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
 from kforge_ckpt.files import FileRecord, write_file
+from kforge_ckpt.fitting import Fit
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.restoring import Plan, Saved, read_meta
 from kforge_ckpt.retention import Retention, read_scores, write_scores
@@ -111,6 +112,7 @@ class Checkpointer:
         self._ranks_now: Ranks | None = None
         self._ranks_then: Ranks | None = None
         self._agreement = Agreement()
+        self._damaged: set[int] = set()
         self._saving = Background()
         self._tidying = Background()
         self._staging: Staging | None = None
@@ -172,7 +174,7 @@ class Checkpointer:
                 f"checkpoint of its own into {self.dir}; call torch.distributed.init_process_group first"
             )
         what = f"checkpoint of step {step} in {self.dir} was not saved"
-        if ranks.first(what, lambda: step in commit.committed(self.dir)):
+        if ranks.first(what, lambda: self._there(step)):
             if ranks.rank == 0:
                 logger.info("step %d is committed already in %s; it is left as it is", step, self.dir)
             return False
@@ -190,6 +192,15 @@ class Checkpointer:
             if passing or not self.overlap:
                 self.staged()
         return True
+
+    def _there(self, step: int) -> bool:
+        """Whether a step is committed; one that this run found damaged is put out of the way."""
+        found = commit.committed(self.dir)
+        if step in found and step in self._damaged:
+            self._damaged.discard(step)
+            logger.warning("%s is damaged, and now %s", found[step], commit.put_by(self.dir, found[step], "damaged"))
+            return False
+        return step in found
 
     def score(self, step: int, **values: float) -> None:
         """Tell how good the checkpoint of a step is, for `Retention.best`: metrics by name. On rank 0 alone; others do
@@ -322,16 +333,23 @@ class Checkpointer:
     # Restoring.
 
     def restore(
-        self, states: Mapping[str, Stateful], step: int | None = None, *, verify: Literal["fast", "full"] = "fast"
+        self,
+        states: Mapping[str, Stateful],
+        step: int | None = None,
+        *,
+        verify: Literal["fast", "full"] = "fast",
+        fit: Fit | None = None,
     ) -> int | None:
         """Restore ``states`` from the newest committed checkpoint, or from that of ``step``; returns its step.
 
         Tensors are filled in place, from whatever layout they were saved in; then each object's ``load_state_dict``
         is called, `RngState` last. Names saved but not asked for are left alone. Returns None, and changes nothing,
-        when ``step`` is None and there is no checkpoint.
+        when ``step`` is None and there is no checkpoint. A newest one that is damaged is told of, and the one before it
+        taken.
 
         ``verify="fast"`` compares the sizes of all files and the checksums of the small ones, ``"full"`` reads
-        everything once more for its checksum.
+        everything once more for its checksum. ``fit`` says in what the checkpoint may differ from the tensors to fill;
+        then tensors alone are filled, no ``load_state_dict`` is called, and what was done is logged.
 
         Raises on all ranks, before anything is changed: StateMismatchError naming the tensors that are missing, too
         many, of another shape or dtype; DamagedCheckpointError naming the file; CheckpointError for a ``step`` that
@@ -339,38 +357,51 @@ class Checkpointer:
         """
         if verify not in ("fast", "full"):
             raise ValueError(f"verify = {verify!r} does not exist; there are 'fast' and 'full'")
-        started = time.perf_counter()
         ranks = self._ranks()
         what = f"nothing was restored from {self.dir}"
         found = ranks.first(what, lambda: self._choose(step))
-        if found is None:
-            return None
-        chosen, folder = found[0], Path(found[1])
+        for chosen, folder in found:
+            try:
+                self._restore(ranks, states, chosen, Path(folder), verify == "full", fit or Fit())
+            except DamagedCheckpointError as error:
+                self._damaged.add(chosen)
+                if (chosen, folder) == found[-1]:
+                    raise
+                if ranks.rank == 0:
+                    logger.error("%s; trying the one before it", error)
+            else:
+                return chosen
+        return None
+
+    def _restore(
+        self, ranks: Ranks, states: Mapping[str, Stateful], step: int, folder: Path, full: bool, fit: Fit
+    ) -> None:
+        started = time.perf_counter()
         what = f"{folder} was not restored"
 
         def opened() -> Saved:
             saved = Saved(folder)
-            saved.contents.check(ranks.rank, ranks.world, full=verify == "full")
+            saved.contents.check(ranks.rank, ranks.world, full=full)
             return saved
 
         saved = ranks.all(what, opened)
         with ExitStack() as stack:
             ranks.all(what, lambda: enter_forms(states, stack))
-            plan = ranks.all(what, lambda: Plan(saved, states, stack))
+            plan = ranks.all(what, lambda: Plan(saved, states, stack, fit))
             plan.compare(ranks, what)
             ready = ranks.all(what, lambda: plan.ready(ranks))
             plan.fill(ranks, what)
             ranks.all(f"{folder} was restored in part", lambda: plan.hand_over(ready))
         if ranks.rank == 0:
-            self._tell("checkpoint_restored", step=chosen, seconds=time.perf_counter() - started, path=str(folder))
-        return chosen
+            for line in fit.told(plan.stored, plan.wanted):
+                logger.info("%s", line)
+            self._tell("checkpoint_restored", step=step, seconds=time.perf_counter() - started, path=str(folder))
 
-    def _choose(self, step: int | None) -> tuple[int, str] | None:
-        if step is None:
-            step = self.latest()
-            if step is None:
-                return None
-        return step, str(self._folder(step))
+    def _choose(self, step: int | None) -> list[tuple[int, str]]:
+        """The checkpoint to restore, and those to try after it where it is damaged."""
+        if step is not None:
+            return [(step, str(self._folder(step)))]
+        return [(step, str(folder)) for step, folder in reversed(commit.committed(self.dir).items())]
 
     # Both.
 

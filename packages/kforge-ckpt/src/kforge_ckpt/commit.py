@@ -151,12 +151,16 @@ def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord], *,
     reached("marker written")
     final = root / folder_name(step)
     if final.is_dir() and not (final / MARKER).is_file():
-        # A folder of this name without a marker is no checkpoint; put aside whole, it is not in the way.
-        final.rename(root / f"{folder_name(step)}.unmarked-{secrets.token_hex(4)}")
+        put_by(root, final, "unmarked")  # no checkpoint; whole, but not in the way
     folder.rename(final)
     sync_folder(root)
     reached("renamed")
     return final
+
+
+def put_by(root: Path, folder: Path, why: str) -> Path:
+    """Rename a folder that is no good to a name that no reader looks at and nobody removes; returns that."""
+    return folder.rename(root / f"{folder.name}.{why}-{secrets.token_hex(4)}")
 
 
 def point_latest(root: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from kforge_ckpt import state
 from kforge_ckpt.commit import Contents
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
+from kforge_ckpt.fitting import Fit
 from kforge_ckpt.optimizer import state_like_saved
 from kforge_ckpt.ranks import Ranks, plain_errors
 from kforge_ckpt.rng import RngState
@@ -101,8 +102,9 @@ class Plan:
     The one exception are torch optimizers without state: ``stack`` takes them back if the restore fails.
     """
 
-    def __init__(self, saved: Saved, states: Mapping[str, Stateful], stack: ExitStack) -> None:
+    def __init__(self, saved: Saved, states: Mapping[str, Stateful], stack: ExitStack, fit: Fit) -> None:
         self.saved = saved
+        self.fit = fit
         self.states = named(states)
         self.targets: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -115,16 +117,25 @@ class Plan:
                 stack.enter_context(state_like_saved(obj, numbers, name))
             self.targets[name] = obj.state_dict()
             self.tensors.update(state.take_apart(name, self.targets[name]).tensors)
-        self.asked = {tensor for name in states for tensor in saved.tensors_of(name)}
-        self.reader = TensorReader(saved.folder, saved.index)
+        asked = {tensor for name in states for tensor in saved.tensors_of(name)}
+        self.stored = fit.renamed(saved.index, asked)
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if fit.wants(name)}
+        self.wanted = {name: (dtype_name(t.dtype, name), tuple(t.shape)) for name, t in self.tensors.items()}
+        laid = {
+            name: fit.laid(stored, self.wanted[name]) for name, stored in self.stored.items() if name in self.wanted
+        }
+        self.laid = {name: stored for name, stored in laid.items() if stored is not None}
+        self.reader = TensorReader(saved.folder, {**self.stored, **self.laid})
 
     def compare(self, ranks: Ranks, what: str) -> None:
-        """StateMismatchError on all ranks unless saved and present tensors are the same, by name, shape and dtype."""
-        index = self.saved.index
-        specs: dict[str, state.Spec] = {name: (index[name].dtype, index[name].shape) for name in self.asked}
-        wanted = {name: (dtype_name(t.dtype, name), tuple(t.shape)) for name, t in self.tensors.items()}
+        """StateMismatchError on all ranks unless saved and present tensors fit, by name, shape and dtype."""
+        wanted = self.wanted
+        specs: dict[str, state.Spec] = {name: (stored.dtype, stored.shape) for name, stored in self.stored.items()}
         # A stage of a pipeline wants only its layers: too many are those that nobody wants.
         unclaimed = set.intersection(*ranks.gather(specs.keys() - wanted.keys()))
+        if self.fit.partial:
+            wanted, unclaimed = {name: spec for name, spec in wanted.items() if name in specs}, set()
+        specs |= {name: wanted[name] for name in self.laid}
 
         def compared() -> None:
             text = state.difference(specs, wanted, unclaimed)
@@ -134,8 +145,11 @@ class Plan:
         ranks.all(what, compared)
 
     def ready(self, ranks: Ranks) -> dict[str, Any]:
-        """What each ``load_state_dict`` will be given: the saved nesting around the live tensors, not yet filled."""
-        self.reader.check(self.asked, ranks.rank, ranks.world)
+        """What each ``load_state_dict`` will be given: the saved nesting around the live tensors, not yet filled. In a
+        fit none is called: only tensors change."""
+        self.reader.check(self.stored, ranks.rank, ranks.world)
+        if not self.fit.strict:
+            return {}
         try:
             return {
                 name: state.put_together(self.saved.tree[name], target, self.tensors, self.saved.per_rank)
@@ -151,7 +165,7 @@ class Plan:
         """Read the tensors, each rank its part of them in its own layout."""
         with plain_errors(what, ranks.world), torch.no_grad():
             dcp.load(
-                dict(self.tensors),
+                {name: self.tensors[name] for name in self.laid},
                 storage_reader=self.reader,
                 planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=ranks.group,

@@ -47,12 +47,13 @@ def tensor_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where it lies."""
+    """A box of a tensor and where it lies: from the corner of what ``file`` has under ``key``, in ``stored`` shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
     key: str
+    stored: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def _stored(value: dict[str, Any]) -> StoredTensor:
     if value["dtype"] not in DTYPES:
         raise ValueError(f"{value['dtype']} is not a dtype")
     chunks = tuple(
-        Chunk(sizes(chunk["offset"]), sizes(chunk["shape"]), str(chunk["file"]), str(chunk["key"]))
+        Chunk(sizes(chunk["offset"]), shape := sizes(chunk["shape"]), str(chunk["file"]), str(chunk["key"]), shape)
         for chunk in value["chunks"]
     )
     return StoredTensor(value["dtype"], sizes(value["shape"]), chunks)
@@ -217,7 +218,7 @@ class TensorReader(StorageReader):
             with TensorFile(self.folder / name) as file:
                 for dtype, chunk in files[name]:
                     entry = file.entries.get(chunk.key)
-                    if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.shape):
+                    if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.stored):
                         raise DamagedCheckpointError(f"{file.path} does not hold {chunk.key} as {INDEX} says")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -250,8 +251,12 @@ def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
 
 def _read(file: TensorFile, key: str, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor) -> None:
     """Copy the box ``offsets, lengths`` of a stored chunk into ``target``, reading only the rows that it spans."""
+    entry = file.entries[key]
+    if len(lengths) > len(entry.shape):  # one of several copies
+        offsets, lengths, target = offsets[1:], lengths[1:], target[0]
     first, count = (offsets[0], lengths[0]) if offsets else (0, 1)
-    if lengths[1:] == file.entries[key].shape[1:] and target.device.type == "cpu" and target.is_contiguous():
+    direct = target.device.type == "cpu" and target.is_contiguous() and target.dtype == entry.dtype
+    if direct and lengths[1:] == entry.shape[1:]:
         file.rows_into(target, key, first)  # whole rows go where they belong without a copy between
         return
     rows = file.rows(key, first, count)
