@@ -68,10 +68,10 @@ def killed_while_saving(rank, world, config, victim, step, point):
     from kforge_train.trainer import Trainer
 
     class Watched(Trainer):
-        def save(self):
+        def save(self, **how):
             checkpointer.wait()  # for the one before, which is not the one to die in
             checkpointer.busy_with = self.next_step
-            super().save()
+            super().save(**how)
 
     with build(config) as parts:
         checkpointer = parts.checkpointer

@@ -108,6 +108,22 @@ def test_log_lines_are_those_of_a_run_never_stopped(tokens, tmp_path, world):
         assert values(tmp_path / "killed", name) == values(tmp_path / "whole", name), name
 
 
+def test_a_flipped_bit_is_found_by_full_verification(tokens, tmp_path):
+    constant = {"ckpt__every_steps": 2, "optim__schedule": "constant"}
+    assert run_ranks(train, 1, job(tokens, tmp_path, **constant)) == [0]
+    path = tmp_path / "checkpoints" / "step_00000006" / "tensors-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    longer = {**constant, "train__steps": 8}
+    assert run_ranks(train, 1, job(tokens, tmp_path, ckpt__verify="full", **longer)) == [0]
+    assert list(values(tmp_path, "checkpoint", "resume")) == [4]
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [4, 6, 8]
+    undisturbed = job(tokens, tmp_path / "undisturbed", **longer)
+    assert run_ranks(train, 1, undisturbed) == [0]
+    assert values(tmp_path, "loss") == values(tmp_path / "undisturbed", "loss")
+
+
 def test_two_jobs_do_not_share_a_folder(tokens, tmp_path):
     from kforge_train.lock import RunLock
 

@@ -69,6 +69,9 @@ OTHER: dict[str, Any] = {
     "optim.weight_decay_phases": [{"schedule": "linear", "to": 0.0}],
     "ckpt.mode": "sync",
     "ckpt.keep_steps": [500],
+    "ckpt.init_step": 4,
+    "ckpt.init_exclude": ["head"],
+    "ckpt.init_rename": {"a": "b"},
     "ckpt.writer": "process",
     "ckpt.staging_gib": 4.0,
     "resilience.stop_signals": ["SIGTERM"],
@@ -79,7 +82,9 @@ YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0, "model.rope_orig
 LLAMA3 = {**YARN, "model.rope_scaling": "llama3"}
 MOE = {"model.n_experts": 4}
 BIAS = {**MOE, "model.router_bias": True}
+INIT = {"ckpt.init_from": "runs/other"}
 WITH: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["ckpt.init_step", "ckpt.init_exclude", "ckpt.init_rename", "ckpt.init_partial"], INIT),
     **dict.fromkeys(["model.moe_pattern", "model.moe_top_k", "model.expert_dim", "model.shared_experts"], MOE),
     **dict.fromkeys(["model.router", "model.router_norm", "model.router_scale", "model.router_groups"], MOE),
     "model.router_top_groups": {**MOE, "model.router_groups": 2},

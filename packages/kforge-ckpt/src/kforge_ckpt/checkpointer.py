@@ -339,6 +339,7 @@ class Checkpointer:
         *,
         verify: Literal["fast", "full"] = "fast",
         fit: Fit | None = None,
+        accept: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> int | None:
         """Restore ``states`` from the newest committed checkpoint, or from that of ``step``; returns its step.
 
@@ -349,7 +350,9 @@ class Checkpointer:
 
         ``verify="fast"`` compares the sizes of all files and the checksums of the small ones, ``"full"`` reads
         everything once more for its checksum. ``fit`` says in what the checkpoint may differ from the tensors to fill;
-        then tensors alone are filled, no ``load_state_dict`` is called, and what was done is logged.
+        then tensors alone are filled, no ``load_state_dict`` is called, and what was done is logged. ``accept`` is
+        called on all ranks with the step and the meta data of a checkpoint that is whole, before anything is changed;
+        it may raise.
 
         Raises on all ranks, before anything is changed: StateMismatchError naming the tensors that are missing, too
         many, of another shape or dtype; DamagedCheckpointError naming the file; CheckpointError for a ``step`` that
@@ -362,7 +365,7 @@ class Checkpointer:
         found = ranks.first(what, lambda: self._choose(step))
         for chosen, folder in found:
             try:
-                self._restore(ranks, states, chosen, Path(folder), verify == "full", fit or Fit())
+                self._restore(ranks, states, chosen, Path(folder), verify == "full", fit or Fit(), accept)
             except DamagedCheckpointError as error:
                 self._damaged.add(chosen)
                 if (chosen, folder) == found[-1]:
@@ -374,17 +377,26 @@ class Checkpointer:
         return None
 
     def _restore(
-        self, ranks: Ranks, states: Mapping[str, Stateful], step: int, folder: Path, full: bool, fit: Fit
+        self,
+        ranks: Ranks,
+        states: Mapping[str, Stateful],
+        step: int,
+        folder: Path,
+        full: bool,
+        fit: Fit,
+        accept: Callable[[int, dict[str, Any]], None] | None,
     ) -> None:
         started = time.perf_counter()
         what = f"{folder} was not restored"
 
-        def opened() -> Saved:
+        def opened() -> tuple[Saved, dict[str, Any]]:
             saved = Saved(folder)
             saved.contents.check(ranks.rank, ranks.world, full=full)
-            return saved
+            return saved, read_meta(saved.contents)
 
-        saved = ranks.all(what, opened)
+        saved, meta = ranks.all(what, opened)
+        if accept is not None:
+            accept(step, meta)
         with ExitStack() as stack:
             ranks.all(what, lambda: enter_forms(states, stack))
             plan = ranks.all(what, lambda: Plan(saved, states, stack, fit))

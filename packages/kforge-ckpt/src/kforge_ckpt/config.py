@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+import re
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,10 @@ class CkptConfig:
     its loss."""
     every_minutes: float = 0.0
     """Save when so many minutes have passed since the last time, too; kept until there is a later one. 0: never."""
-    mode: str = "async"
+    mode: Literal["async", "sync"] = "async"
     """async: a save is copied to host memory under the next step's forward and backward, and written in the background.
     sync: training waits until it is committed."""
-    writer: str = "thread"
+    writer: Literal["thread", "process"] = "thread"
     """What writes in mode async: thread, or process, a Python process of its own (Linux)."""
     staging_gib: float | None = None
     """Host memory that a rank copies to in mode async, in GiB; with less than it saves, a step may wait for the disk.
@@ -42,6 +43,23 @@ class CkptConfig:
     """Go on from the newest committed checkpoint in `dir`. False: start afresh; a folder that already holds
     checkpoints is then an error."""
 
+    verify: Literal["fast", "full"] = "fast"
+    """What is compared before a checkpoint is restored: fast (sizes of all files, checksums of the small ones), or full
+    (everything is read once more for its checksum)."""
+    init_from: str = ""
+    """Folder of a run, or of checkpoints: a run that has no checkpoint yet starts from the weights there, and from
+    nothing else of it. Weights of a run in split storage come rounded to bfloat16. Empty: from the seed."""
+    init_step: int | None = None
+    """Which step of `init_from`. None: the newest."""
+    init_exclude: tuple[str, ...] = ()
+    """Tensors whose name matches one of these patterns (anywhere in `model.layers.0.…`) start from the seed."""
+    init_rename: dict[str, str] = field(default_factory=dict)
+    """Pattern -> replacement (`\\1` is the first group), applied in turn to the names in `init_from`."""
+    init_partial: bool = False
+    """Tensors that `init_from` lacks start from the seed; larger ones get its values in their common corner (more rows,
+    columns, experts, vocabulary), those with one dimension more in front copies of it (a feed-forward half for each
+    expert)."""
+
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ValueError(f"ckpt.keep_last = {self.keep_last} must be at least 1: the newest is never deleted")
@@ -49,6 +67,16 @@ class CkptConfig:
             raise ValueError(f"ckpt.keep_steps = {list(self.keep_steps)} must be steps from 0 on")
         if not 0 <= self.every_minutes < math.inf:
             raise ValueError(f"ckpt.every_minutes = {self.every_minutes} must be 0 (off) or some minutes")
+        if self.verify not in ("fast", "full"):
+            raise ValueError(f"ckpt.verify = {self.verify!r} does not exist; there are fast and full")
+        for name in ("init_step", "init_exclude", "init_rename", "init_partial"):
+            if not self.init_from and getattr(self, name) not in (None, (), {}, False):
+                raise ValueError(f"ckpt.{name} = {getattr(self, name)!r} is of ckpt.init_from, which is empty")
+        for pattern in (*self.init_exclude, *self.init_rename):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"ckpt.init_from: {pattern!r} is no regular expression: {error}") from error
         if self.mode not in ("async", "sync"):
             raise ValueError(f"ckpt.mode = {self.mode!r} does not exist; there are async and sync")
         if self.writer not in ("thread", "process"):

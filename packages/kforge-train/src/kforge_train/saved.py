@@ -34,7 +34,7 @@ def save_config(config: JobConfig) -> None:
             heldout=_absolute(data.heldout),
             tokenizer=_absolute(data.tokenizer),
         ),
-        ckpt=replace(config.ckpt, dir=_absolute(config.ckpt.dir)),
+        ckpt=replace(config.ckpt, dir=_absolute(config.ckpt.dir), init_from=_absolute(config.ckpt.init_from)),
         train=replace(config.train, run_dir=_absolute(config.train.run_dir)),
     )
     path = Path(config.train.run_dir) / "config.toml"

@@ -20,6 +20,7 @@ from kforge_train.errors import ConfigError, config_errors
 from kforge_train.evaluate import evaluate
 from kforge_train.qk_clip import clip_scores
 from kforge_train.saved import check_same_job, save_config
+from kforge_train.starting import start_from
 
 FAILED = 1
 
@@ -140,18 +141,24 @@ class Trainer:
         """Go on from the newest committed checkpoint, where there is one. Raises ConfigError for one of another job."""
         job = self.job
         job.optimizer.init_state()
-        newest = job.checkpointer.latest()
-        if newest is None:
-            return
+        config = self.config.ckpt
+
+        def accept(step: int, meta: dict[str, Any]) -> None:
+            check_same_job(meta.get("config"), self.config, step)
+
         with config_errors():
-            check_same_job(job.checkpointer.meta(newest).get("config"), self.config, newest)
-            self.saved_step = job.checkpointer.restore(self.state, step=newest)
+            self.saved_step = job.checkpointer.restore(self.state, verify=config.verify, accept=accept)
+            if self.saved_step is None and config.init_from:
+                step = start_from(config, job.model, job.optimizer)
+                job.tracker.event("start_from", 0, {"checkpoint": step, "folder": config.init_from})
+        if self.saved_step is None:
+            return
         if self.next_step > self.config.train.steps:
             raise ConfigError(
                 f"train.steps = {self.config.train.steps}, but the run is at step {self.next_step} already; ask for "
                 "more steps, or start another run with --train.run_dir"
             )
-        job.tracker.event("resume", self.next_step, {"checkpoint": newest})
+        job.tracker.event("resume", self.next_step, {"checkpoint": self.saved_step})
 
     def save(self, *, temporary: bool = False) -> None:
         """Write a checkpoint of the step just done, unless there is one. In the background it is a part of training."""

@@ -1,0 +1,52 @@
+"""A run's first weights, where they are those of another run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from kforge_ckpt import Checkpointer, CkptConfig, Fit
+from kforge_optim import Optimizer
+from kforge_train.errors import ConfigError
+
+_log = logging.getLogger("kforge")
+
+
+def start_from(config: CkptConfig, model: nn.Module, optimizer: Optimizer) -> int:
+    """Fill the model from `ckpt.init_from`, and nothing else: moments, data and steps start anew. Returns the step of
+    the checkpoint. Raises ConfigError where there is none, and CheckpointError for one that does not fit."""
+    folder = Path(config.init_from)
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    fit = Fit(config.init_exclude, tuple(config.init_rename.items()), partial=config.init_partial, cast=True)
+    weights = Weights(model, optimizer)
+    step = Checkpointer(folder).restore({"model": weights}, config.init_step, fit=fit)
+    if step is None:
+        raise ConfigError(f"ckpt.init_from = {config.init_from}: {folder} holds no committed checkpoint")
+    weights.hand_over()
+    _log.info("weights from step %d of %s", step, folder)
+    return step
+
+
+class Weights:
+    """The tensors of a model at full precision: under split storage, float32 in the place of the halves."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.tensors: dict[str, Tensor] = model.state_dict()
+        self.joined: dict[str, Tensor] = {}
+        if optimizer.storage == "split":
+            self.joined = {name: optimizer.full_weight(name) for group in optimizer.groups for name in group.parameters}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tensors | self.joined
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Tensors are filled in place."""
+
+    def hand_over(self) -> None:
+        """Give the halves what the float32 tensors hold now."""
+        for name, tensor in self.joined.items():
+            self.optimizer.set_full_weight(name, tensor)
