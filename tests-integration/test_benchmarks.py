@@ -72,3 +72,14 @@ def test_kernels_are_summed_by_class_and_overlap_is_not_idle(tmp_path, monkeypat
     assert found["classes_ms"] == {"gemm": 0.4, "attention": 0.3, "elementwise/triton": 0.2, "copy/memset": 0.1}
     assert (found["span_ms"], found["busy_ms"], found["idle_ms"]) == pytest.approx((1.0, 0.9, 0.1))
     assert found["overlap_ms"] == pytest.approx(0.1)
+
+
+def test_the_benchmark_of_muon_runs_on_a_cpu(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "muon.py"), "--turns", "2", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "muon_cpu.json", "muon_cpu")
+    assert rows["muon: step / adamw's"]["target"] == 1.05
+    assert rows["muon: step / adamw's"]["parts"]["tokens a step"] == 128
+    assert {"adamw: optimizer", "muon: optimizer", "torch.optim.Muon: hidden matrices"} <= rows.keys()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from kforge_optim.dealing import Layout, balanced, deal
+from kforge_optim.dealing import Layout, balanced, deal, in_flight
 from kforge_optim.sharding import shard_box
 from kforge_testing import run_ranks
 
@@ -25,6 +26,27 @@ def test_balanced() -> None:
         assert sorted(itertools.chain(*dealt)) == list(range(100))
         loads = [sum(costs[job] for job in jobs) for jobs in dealt]
         assert max(loads) <= sum(costs) / ranks + max(costs)
+
+
+def test_jobs_in_flight_begin_before_older_ones_go_on() -> None:
+    said = []
+
+    def job(name: str) -> Generator[None]:
+        said.append(f"{name} sends")
+        yield
+        said.append(f"{name} works")
+        yield
+        said.append(f"{name} ends")
+
+    in_flight(job(name) for name in "abc")
+    assert said == [
+        "a sends",
+        *("b sends", "a works"),
+        *("c sends", "b works", "a ends"),
+        *("c works", "b ends"),
+        "c ends",
+    ]
+    in_flight(iter([]))
 
 
 def test_a_transformer_is_dealt_evenly() -> None:

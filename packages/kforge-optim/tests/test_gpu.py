@@ -11,10 +11,12 @@ from optim_models import batches, summed_loss, tiny
 from kforge_optim import LossScaler, OptimConfig, Optimizer, build_optimizer, clip
 
 pytestmark = pytest.mark.gpu
-NAMES = ["adamw", "muon"]
+NAMES = ["adamw", "muon", "normuon"]
 
 
 def config(name: str, **values: str) -> OptimConfig:
+    if name == "normuon":
+        name, values = "muon", {"muon_variance_beta": 0.95, "muon_method": "polar_express"}  # type: ignore[dict-item]
     return OptimConfig(name=name, lr=0.01, warmup_steps=2, **values)  # type: ignore[arg-type]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -274,6 +275,33 @@ def test_c23_float32() -> None:
                 np.testing.assert_allclose(weight.numpy(), whole, atol=2e-5)
 
 
+def _in_bfloat16(rank: int, world: int) -> list[list[Tensor]]:
+    """Weights and variances of rows after three steps on shards whose updates travel in bfloat16; the same unsharded.
+    Columns of 5 over 3 ranks: pieces of odd lengths lie between the halves of float32 numbers."""
+    mesh, results = init_device_mesh("cpu", (world,)), []
+    for placements in ([Shard(0)], [Shard(1)], None):
+        muon = Muon(ns_dtype=torch.bfloat16, variance_beta=0.9)
+
+        def cut(value: Tensor, placements: Any = placements) -> Tensor:
+            return value if placements is None else distribute_tensor(value, mesh, placements)
+
+        of = slots([nn.Parameter(cut(weight.detach())) for weight in weights(torch.float32)], muon)
+        for step in range(3):
+            for slot, grad in zip(of, gradients(step, torch.float32), strict=True):
+                slot.parameter.grad = cut(grad)
+            update(muon, of, gate=torch.tensor(1.0))
+        tensors = [t for slot in of for t in (slot.parameter.detach(), slot.state["row_variance"])]
+        results.append([t if placements is None else t.full_tensor() for t in tensors])
+    return results
+
+
+def test_variances_travel_in_full_beside_bfloat16_updates() -> None:
+    for rows, columns, whole in run_ranks(_in_bfloat16, 3):
+        for by_row, by_column, right in zip(rows, columns, whole, strict=True):
+            torch.testing.assert_close(by_row, right, rtol=0.03, atol=1e-4)
+            torch.testing.assert_close(by_column, right, rtol=0.03, atol=1e-4)
+
+
 def _collectives(rank: int, world: int) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (world,))
     muon = Muon(variance_beta=0.9)
@@ -288,6 +316,35 @@ def _collectives(rank: int, world: int) -> dict[str, int]:
 
 def test_matrices_go_to_their_owners_and_back_in_one_exchange_each_way() -> None:
     assert run_ranks(_collectives, 3) == [{"c10d.alltoall_base_": 2}] * 3
+
+
+def _order(rank: int, world: int) -> str:
+    """Exchanges that begin (x) and batches that are orthogonalised (o), in their order; a matrix a bucket and rank."""
+    seen: list[str] = []
+    begin, newton_schulz = dist.all_to_all_single, METHODS["newton_schulz"]
+
+    def exchange(*args: Any, **options: Any) -> Any:
+        seen.append("x")
+        assert options["async_op"]
+        return begin(*args, **options)
+
+    def orthogonalise(matrices: Tensor, *, steps: int = 5, scale: float = 1.0) -> Tensor:
+        seen.append("o")
+        return newton_schulz(matrices, steps=steps, scale=scale)
+
+    dist.all_to_all_single, METHODS["newton_schulz"] = exchange, orthogonalise
+    module._BATCH_ELEMENTS = 1
+    mesh, muon = init_device_mesh("cpu", (world,)), Muon()
+    of = slots([nn.Parameter(distribute_tensor(torch.eye(4), mesh, [Shard(0)])) for _ in range(2 * 3)], muon)
+    for slot in of:
+        slot.parameter.grad = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
+    update(muon, of)
+    return "".join(seen)
+
+
+def test_a_bucket_travels_while_the_one_before_is_orthogonalised() -> None:
+    """The first two go out before the first is worked on; a result's way back begins after the next way out."""
+    assert run_ranks(_order, 2) == ["xxoxxoxox"] * 2
 
 
 COUNTED = [(8, 8)] * 5 + [(24, 8), (8, 24), (40, 16), (3, 4, 6), (2, 2), (1, 30)]
