@@ -67,6 +67,7 @@ def test_fsdp_equals_one_process(tokens, tmp_path, changes, optimizer):
 AXES = {
     "rep2-shard2": {"parallel__dp_replicate": 2, "parallel__dp_shard": 2},
     "tp2": {"parallel__tp": 2},
+    "tp4": {"parallel__tp": 4},  # two key/value heads on four ranks
     "shard2-tp2": {"parallel__dp_shard": 2, "parallel__tp": 2},
 }
 

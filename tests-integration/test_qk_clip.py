@@ -51,6 +51,7 @@ LAYOUTS = {
     "shard2": {},
     "shard2-kept": {"parallel__reshard_after_forward": False},
     "tp2": {"parallel__tp": 2, "parallel__dp_shard": 1},
+    "tp4": {"parallel__tp": 4, "parallel__dp_shard": 1},  # two key/value heads on four ranks
     "shard2-tp2": {"parallel__dp_shard": 2, "parallel__tp": 2},
     "rep2-shard2": {"parallel__dp_replicate": 2, "parallel__dp_shard": 2},
 }
@@ -59,7 +60,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_law_1_scores_are_clipped_alike_in_every_layout(tokens, tmp_path, one, layout):
     even = {"model__vocab_size": 64}
-    if "tp2" in layout:  # a vocabulary that tp divides
+    if "tp" in layout:  # a vocabulary that tp divides
         one = run_ranks(four_steps, 1, job(tokens, tmp_path / "one", **CLIPPED, **even), init=False)[0][:2]
     else:
         even = {}

@@ -62,7 +62,7 @@ def go_on(rank, world, layout, optimizer, folder, first, last):
     mesh = start(layout)
     variant = VARIANTS["packed"]
     model = build(layout, "experts-bias", variant, mesh)
-    config = replace(optim_config("fp64"), name=optimizer)
+    config = replace(optim_config("fp64"), name=optimizer, muon_variance_beta=0.9)
     state = {"model": model, "optim": build_optimizer(model, config, 6)}
     state["optim"].init_state()
     checkpointer = Checkpointer(folder)

@@ -59,9 +59,9 @@ class Algorithm(Protocol):
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Fresh state of one parameter. Tensors of the parameter's shape are made with ``zeros_like``, so that they
-        keep its placement; what is left is 0-dim and alike on all ranks. For a bfloat16 weight the parameter given here
-        and to ``update`` is a float32 stand-in, which does not outlive the call: keep no reference to it. With
-        ``update_split`` there is no stand-in, and the state is made for the bfloat16 parameter."""
+        keep its placement; others are DTensors on its mesh, or alike on all ranks. For a bfloat16 weight the parameter
+        given here and to ``update`` is a float32 stand-in, which does not outlive the call: keep no reference to it.
+        With ``update_split`` there is no stand-in, and the state is made for the bfloat16 parameter."""
         ...
 
     def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:

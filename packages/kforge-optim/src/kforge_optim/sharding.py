@@ -57,13 +57,12 @@ def same_strides(one: Tensor, other: Tensor) -> bool:
     return one.numel() == 0 or all(mine == theirs for size, mine, theirs in pairs if size > 1)
 
 
-def distinct_shards(tensor: Tensor, *, besides: Collection[int] = ()) -> int:
-    """Into how many different pieces the mesh cuts ``tensor``; 1 for a plain or replicated one. The mesh dimensions
-    ``besides`` do not count."""
+def distinct_shards(tensor: Tensor) -> int:
+    """Into how many different pieces the mesh cuts ``tensor``; 1 for a plain or replicated one."""
     shards = 1
     if isinstance(tensor, DTensor):
-        for dim, (size, placement) in enumerate(zip(tensor.device_mesh.shape, tensor.placements, strict=True)):
-            if dim not in besides and not isinstance(placement, Replicate):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            if not isinstance(placement, Replicate):
                 shards *= size
     return shards
 
@@ -115,14 +114,14 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     return whole[tuple(slice(None) if size == 1 else slice(*at) for size, at in zip(whole.shape, box, strict=True))]
 
 
-def gathered(tensor: DTensor, over: Sequence[int] | None = None) -> Tensor:
-    """The whole tensor on every rank; given mesh dimensions ``over``, what is whole over those alone.
+def gathered(tensor: DTensor) -> Tensor:
+    """The whole tensor on every rank.
 
     One mesh dimension after the other, from the slowest: asked for all at once, torch does the same where several cut
     one dimension, and warns of it on each rank.
     """
     placements = list(tensor.placements)
-    for dim in range(len(placements)) if over is None else over:
+    for dim in range(len(placements)):
         placements[dim] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return local(tensor)

@@ -102,7 +102,7 @@ def widened(slot: Slot) -> Slot:
 def batches(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
     """bfloat16 slots in groups of at most `_BATCH_ELEMENTS` elements a rank, but one slot at least.
 
-    Like shapes come together, as Muon works on batches of them. Only sizes that all ranks agree on count, so that all
+    Like shapes come together. Only sizes that all ranks agree on count, so that all
     ranks make the same groups.
     """
     batch: list[Slot] = []
