@@ -236,7 +236,7 @@ def _merge(ours: Json, theirs: Json, path: str, rank: int) -> Json:
     if ours == theirs and type(ours) is type(theirs):
         return ours
     raise UnsupportedStateError(
-        f"the ranks disagree about {path.lstrip('.')}: {_short(ours)} before, {_short(theirs)} on rank {rank}; "
+        f"the ranks disagree about {path.lstrip('.')}: {short(ours)} before, {short(theirs)} on rank {rank}; "
         "wrap what differs by rank in PerRank(...)"
     )
 
@@ -257,7 +257,7 @@ def _merge_pairs(ours: list[list[Json]], theirs: list[list[Json]], path: str, ra
     return ours
 
 
-def _short(value: Json) -> str:
+def short(value: Json) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

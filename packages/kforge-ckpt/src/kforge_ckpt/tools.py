@@ -1,0 +1,291 @@
+"""What is done with checkpoints outside of training: look at them, check, compare, copy, delete, average.
+
+One process, a tensor at a time: nothing here needs the memory of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kforge_ckpt import commit, state
+from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
+from kforge_ckpt.files import Block, FileRecord, write_file
+from kforge_ckpt.restoring import Saved
+from kforge_ckpt.retention import read_scores
+from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, file_order, write_tensors
+from kforge_ckpt.saving import META, write_shared
+from kforge_ckpt.state import Json
+from kforge_ckpt.storage import StoredTensor, tensor_file
+
+BLOCK_BYTES = 2**24
+
+
+def open_checkpoint(place: str | Path) -> Saved:
+    """A committed checkpoint: a folder of checkpoints (its newest), ``folder@step``, or the folder of one step.
+
+    Raises CheckpointError when there is none.
+    """
+    return Saved(find(place))
+
+
+def find(place: str | Path) -> Path:
+    """The folder of the checkpoint that `open_checkpoint` would open."""
+    text = str(place)
+    if (Path(text) / commit.MARKER).is_file():
+        return Path(text)
+    root, at, step = text.rpartition("@")
+    if not at:
+        root, step = text, ""
+    if at and not step.isdigit():
+        raise CheckpointError(f"{text}: what follows @ must be a step, as in {root}@1000")
+    found = commit.committed(Path(root))
+    if not found:
+        raise CheckpointError(f"{root} holds no committed checkpoint")
+    if step and int(step) not in found:
+        raise CheckpointError(f"{root} holds no committed checkpoint of step {step}; there are {_list(found)}")
+    return found[int(step) if step else max(found)]
+
+
+def _list(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a listing. ``fault``: what keeps it from being opened, or None."""
+
+    step: int
+    folder: Path
+    nbytes: int
+    saved_at: str
+    world: int
+    temporary: bool
+    scores: dict[str, float]
+    fault: str | None
+
+
+def listing(root: Path) -> list[Row]:
+    """The committed checkpoints of a folder, by step."""
+    scores = read_scores(root)
+    rows = []
+    for step, folder in commit.committed(root).items():
+        nbytes, saved_at, world, fault = 0, "", 0, None
+        try:
+            contents = commit.Contents(folder)
+            nbytes = sum(record.size for record in contents.files.values())
+            about = contents.json(META)
+            saved_at, world = str(about.get("saved_at", "")), int(about.get("world_size", 0))
+            contents.check()
+        except CheckpointError as error:
+            fault = str(error)
+        rows.append(
+            Row(step, folder, nbytes, saved_at, world, commit.is_temporary(folder), scores.get(step, {}), fault)
+        )
+    return rows
+
+
+def read_tensor(saved: Saved, name: str) -> torch.Tensor:
+    """A whole tensor of a checkpoint, on the CPU."""
+    stored = saved.index[name]
+    whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    for chunk in stored.chunks:
+        with TensorFile(saved.folder / chunk.file) as file:
+            if chunk.key not in file.entries or file.entries[chunk.key].shape != chunk.stored:
+                raise DamagedCheckpointError(f"{file.path} does not hold {chunk.key} as the index says")
+            part = file.rows(chunk.key, 0, chunk.shape[0] if chunk.shape else 1)
+        box = tuple(slice(o, o + size) for o, size in zip(chunk.offset, chunk.shape, strict=True))
+        whole[box] = part
+    return whole
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing in which two checkpoints differ: a tensor, with the greatest difference of its elements and that over
+    the greatest magnitude (both None where they cannot be compared), or another value."""
+
+    name: str
+    text: str
+    absolute: float | None = None
+    relative: float | None = None
+
+
+def differences(one: Saved, other: Saved) -> Iterator[Difference]:
+    """All in which two checkpoints differ, tensors first, NaN being equal to NaN."""
+    for name in sorted(one.index.keys() | other.index.keys()):
+        a, b = one.index.get(name), other.index.get(name)
+        if a is None or b is None:
+            yield Difference(name, "only in the second" if a is None else "only in the first")
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
+            yield Difference(name, f"{_kind(a)} and {_kind(b)}")
+        elif (difference := _compared(name, read_tensor(one, name), read_tensor(other, name))) is not None:
+            yield difference
+    left, right = (dict(_values(saved.tree, "")) for saved in (one, other))
+    for path in sorted(left.keys() | right.keys()):
+        if left.get(path, _absent) != right.get(path, _absent):
+            texts = [state.short(values[path]) if path in values else "nothing" for values in (left, right)]
+            yield Difference(path, f"{texts[0]} and {texts[1]}")
+
+
+_absent = object()
+
+
+def _kind(stored: StoredTensor) -> str:
+    return f"{stored.dtype} {list(stored.shape)}"
+
+
+def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+    if a.view(-1).view(torch.uint8).equal(b.view(-1).view(torch.uint8)):
+        return None
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    absolute = gap.max().item()
+    if absolute == 0:
+        return None
+    scale = max(a.abs().nan_to_num(0.0).max().item(), b.abs().nan_to_num(0.0).max().item())
+    relative = absolute / scale if scale else 0.0
+    return Difference(name, f"by up to {absolute:.3g}, {relative:.3g} of the greatest", absolute, relative)
+
+
+def _values(node: Json, path: str) -> Iterator[tuple[str, Any]]:
+    """What a tree holds beside tensors, by path."""
+    if isinstance(node, dict) and set(node) & {"$tensor", "$per_rank"}:
+        return
+    if isinstance(node, dict):
+        for key, item in node.items():
+            yield from _values(item, f"{path}.{key}".lstrip("."))
+    elif isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from _values(item, f"{path}.{number}".lstrip("."))
+    else:
+        yield path, node
+
+
+def copy(place: str | Path, root: Path) -> Path:
+    """Copy a checkpoint into another folder of checkpoints, by the same commit; each byte is compared with its checksum
+    on the way. Returns the new folder. Raises CheckpointError when the step is there already, DamagedCheckpointError
+    for what is not as it was written."""
+    source = find(place)
+    contents = commit.Contents(source)
+    if contents.step in commit.committed(root):
+        raise CheckpointError(f"{root} holds a checkpoint of step {contents.step} already")
+    folder = commit.stage(root, contents.step)
+    try:
+        for name, record in contents.files.items():
+            if write_file(folder / name, _blocks(source / name)) != record:
+                raise DamagedCheckpointError(f"{source / name} is damaged: its checksum is not that of the manifest")
+        return commit.commit(root, folder, contents.step, contents.files)
+    except BaseException:
+        commit.discard(folder)
+        raise
+
+
+def _blocks(path: Path) -> Iterator[Block]:
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+def remove(root: Path, steps: Sequence[int], *, all_of_them: bool = False) -> None:
+    """Delete committed checkpoints. Raises CheckpointError, before any is deleted, for a step that is not there, and
+    for the last ones of the folder unless ``all_of_them``."""
+    found = commit.committed(root)
+    for step in steps:
+        if step not in found:
+            raise CheckpointError(f"{root} holds no committed checkpoint of step {step}; there are {_list(found)}")
+    if found.keys() <= set(steps) and not all_of_them:
+        raise CheckpointError(f"{root} would hold no checkpoint any more; say --all if that is meant")
+    for step in dict.fromkeys(steps):
+        commit.remove(commit.put_aside(root, found[step]))
+    left = commit.committed(root)
+    if left:
+        commit.point_latest(root, left[max(left)])
+    else:
+        (root / commit.LATEST).unlink(missing_ok=True)
+
+
+def average(
+    places: Sequence[str | Path],
+    root: Path,
+    *,
+    weights: Sequence[float] | None = None,
+    names: Sequence[str] = ("model",),
+) -> Path:
+    """The weighted mean of checkpoints, as one checkpoint in ``root`` of the last one's step. Returns its folder.
+
+    names: the states that are averaged, and all that the result holds. Floating-point tensors are averaged in float64;
+    other tensors and values are those of the last one. weights: one a checkpoint, of any sum but 0; None: alike.
+    Raises StateMismatchError for tensors that differ in name, dtype or shape.
+    """
+    if len(places) < 2:
+        raise CheckpointError("an average wants two checkpoints at least")
+    weights = [1.0] * len(places) if weights is None else list(weights)
+    if len(weights) != len(places) or not sum(weights):
+        raise CheckpointError(f"{len(places)} checkpoints want as many weights, of a sum that is not 0, not {weights}")
+    opened = [open_checkpoint(place) for place in places]
+    last = opened[-1]
+    if missing := [name for name in names if name not in last.tree]:
+        raise StateMismatchError(f"{last.folder} holds no state {missing[0]!r}; there are {', '.join(last.tree)}")
+    for name in names:
+        if (path := next(iter(state.leaves(last.tree[name], "$per_rank")), None)) is not None:
+            raise StateMismatchError(f"{path} differs by rank, and has no mean; leave {name!r} out")
+    wanted = sorted(tensor for name in names for tensor in last.tensors_of(name))
+    for saved in opened:
+        for name in wanted:
+            if name not in saved.index or _kind(saved.index[name]) != _kind(last.index[name]):
+                there = _kind(saved.index[name]) if name in saved.index else "nothing"
+                raise StateMismatchError(f"{name} is {there} in {saved.folder}, {_kind(last.index[name])} in the last")
+    step = last.contents.step
+    if step in commit.committed(root):
+        raise CheckpointError(f"{root} holds a checkpoint of step {step} already")
+
+    def mean(name: str) -> torch.Tensor:
+        if not DTYPES[last.index[name].dtype].is_floating_point:
+            return read_tensor(last, name)
+        total = sum(
+            read_tensor(saved, name).to(torch.float64) * weight for saved, weight in zip(opened, weights, strict=True)
+        )
+        assert isinstance(total, torch.Tensor)
+        return (total / sum(weights)).to(DTYPES[last.index[name].dtype])
+
+    tree = {name: last.tree[name] for name in names}
+    meta = {"averaged": [str(saved.folder) for saved in opened], "weights": weights}
+    return write_checkpoint(root, step, {name: last.index[name] for name in wanted}, mean, tree, meta)
+
+
+def write_checkpoint(
+    root: Path, step: int, stored: dict[str, StoredTensor], read: Any, tree: Json, meta: dict[str, Any]
+) -> Path:
+    """A checkpoint of one file, whose tensors come from ``read(name)`` one after the other."""
+    specs = file_order(Spec(name, DTYPES[one.dtype], one.shape) for name, one in stored.items())
+    folder = commit.stage(root, step)
+    try:
+        files: dict[str, FileRecord] = {}
+        if specs:
+            name = tensor_file(0)
+            files[name] = write_tensors(folder / name, specs, (read(spec.key) for spec in specs))
+        index = {
+            spec.key: {
+                "dtype": stored[spec.key].dtype,
+                "shape": list(spec.shape),
+                "chunks": [
+                    {
+                        "offset": [0] * len(spec.shape),
+                        "shape": list(spec.shape),
+                        "file": tensor_file(0),
+                        "key": spec.key,
+                    }
+                ],
+            }
+            for spec in specs
+        }
+        files |= write_shared(folder, step, 1, index, tree, state.encode(meta, "meta"))
+        return commit.commit(root, folder, step, files)
+    except BaseException:
+        commit.discard(folder)
+        raise
