@@ -45,3 +45,32 @@ def test_a_job_on_a_device(tokens, tmp_path, reference, name):
     assert list(got) == list(range(1, 13)) and got[12] < got[1] - 0.3
     for step, loss in expected.items():
         assert got[step] == pytest.approx(loss, rel=1e-2), step
+
+
+def clips_without_waiting(rank, world, config):
+    """Whether QK-clip changed the weights; waiting for the device raises."""
+    import torch
+
+    from kforge_train.build import build
+    from kforge_train.qk_clip import clip_scores
+
+    with build(config) as parts:
+        window, gate = parts.loader.next(), torch.ones((), device="cuda")
+        weight = parts.model.layers["0"].attn.wqkv.weight.detach().to_local()
+        clip_scores(parts.model, parts.optimizer, config.optim, parts.mesh, window, gate, 1)  # the first one allocates
+        weight.mul_(2)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            before = weight.clone()
+            clip_scores(parts.model, parts.optimizer, config.optim, parts.mesh, window, gate, 1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return not torch.equal(weight, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["fp32", "split"])
+def test_qk_clip_does_not_wait(tokens, tmp_path, storage):
+    clip = {"optim__qk_clip": 1e-3, "optim__qk_clip_every_steps": 1, "parallel__storage": storage}
+    config = job(tokens, tmp_path, **common("muon"), **clip, parallel__precision="bf16")
+    assert run_ranks(clips_without_waiting, 1, config, init=False, timeout_s=180) == [True]

@@ -242,7 +242,7 @@ class Optimizer:
             if kept.keys() != saved[name].keys():
                 raise ValueError(
                     f"the saved state of {name!r} has {sorted(saved[name])}, this optimizer keeps "
-                    f"{sorted(kept)}; was optim.name or optim.moments changed?"
+                    f"{sorted(kept)}; was optim.name, optim.moments or optim.muon_variance_beta changed?"
                 )
             for kind, tensor in kept.items():
                 if tensor.shape != saved[name][kind].shape:
