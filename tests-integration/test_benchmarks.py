@@ -83,3 +83,16 @@ def test_the_benchmark_of_muon_runs_on_a_cpu(tmp_path):
     assert rows["muon: step / adamw's"]["target"] == 1.05
     assert rows["muon: step / adamw's"]["parts"]["tokens a step"] == 128
     assert {"adamw: optimizer", "muon: optimizer", "torch.optim.Muon: hidden matrices"} <= rows.keys()
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_the_benchmark_of_checkpoints_runs_on_a_cpu(tmp_path, writer):
+    words = ["--gib", "0.12", "--turns", "1", "--writer", writer, "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "ckpt.py"), *words], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "ckpt_cpu.json", "ckpt_cpu")
+    assert rows["a synchronous save"]["bytes"] == 2 * 2**26
+    assert len(rows) == 8

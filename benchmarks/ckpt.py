@@ -1,0 +1,183 @@
+"""What saving and restoring cost beside what they could cost: `python benchmarks/ckpt.py [--gib 1] [--turns 7]`.
+
+A state of random float32 tensors of 64 MiB, on the GPU where there is one. In each turn: a synchronous save; one in the
+background, begun before about a second of products as of a forward and backward, and what of it the caller waits for;
+torch.save and torch.distributed.checkpoint.save of the same tensors, each made durable (fsync); a copy of the file, with
+fsync; a load; and reading the bytes into memory. Ratios are made turn by turn, so that a slow minute
+of the disk hits both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _results
+
+TENSOR_BYTES = 2**26
+
+
+class Box:
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tensors
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync every file of a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+
+def copied(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    sync_tree(target.parent)
+
+
+def read_through(path: Path, buffer: memoryview) -> None:
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def measure(folder: Path, gib: float, turns: int, writer: str) -> tuple[list[dict[str, Any]], str | None]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from kforge_ckpt import Checkpointer
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+    count = max(1, round(gib * 2**30 / TENSOR_BYTES))
+    tensors = {f"w{n}": torch.randn(TENSOR_BYTES // 4, device=device) for n in range(count)}
+    states = {"state": Box(tensors)}
+    beside = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    times: dict[str, list[float]] = {}
+    sync = Checkpointer(folder / "sync", keep_last=1, on_event=lambda *_: None)
+    background = Checkpointer(
+        folder / "background",
+        keep_last=1,
+        mode="async",
+        overlap=True,
+        writer=writer,  # type: ignore[arg-type]
+        on_event=lambda *_: None,
+    )
+    buffer = memoryview(bytearray(count * TENSOR_BYTES + 2**20))
+    a = torch.randn(2048 if not cuda else 8192, 2048 if not cuda else 8192, device=device)
+
+    def products() -> None:
+        for _ in range(products_count):
+            torch.mm(a, a)
+
+    products_count = 5
+    products()
+    wait()
+    took = seconds(lambda: (products(), wait()))
+    products_count = max(5, round(products_count / took))
+
+    def note(name: str, work: Callable[[], Any]) -> None:
+        times.setdefault(name, []).append(seconds(work))
+
+    def dcp_save() -> None:
+        shutil.rmtree(folder / "dcp", ignore_errors=True)
+        dcp.save(dict(tensors), checkpoint_id=str(folder / "dcp"), no_dist=True)
+        sync_tree(folder / "dcp")
+
+    def torch_save() -> None:
+        (folder / "torch").mkdir(exist_ok=True)
+        torch.save(tensors, folder / "torch" / "all.pt")
+        sync_tree(folder / "torch")
+
+    for turn in range(turns + 1):  # the first warms up: memory is taken, files are there
+        wait()
+        note("sync", lambda: sync.save(turn, states))  # noqa: B023
+        sync.wait()
+
+        note("step", lambda: (products(), wait()))
+        blocked = 0.0
+
+        def step() -> None:
+            nonlocal blocked
+            blocked = seconds(lambda: background.save(turn, states))  # noqa: B023
+            products()
+            blocked += seconds(background.staged)
+            wait()
+
+        note("saving step", step)
+        times.setdefault("blocking", []).append(blocked)
+        background.wait()
+        file = sync.dir / f"step_{turn:08d}" / "tensors-00000.safetensors"
+        (folder / "copy").mkdir(exist_ok=True)
+        note("copy", lambda: copied(file, folder / "copy" / "all"))  # noqa: B023
+        note("dcp", dcp_save)
+        note("torch", torch_save)
+
+        def restored() -> None:
+            sync.restore({"state": Box(beside)}, turn)  # noqa: B023
+            wait()
+
+        note("load", restored)
+        note("read", lambda: read_through(file, buffer))  # noqa: B023
+    background.close()
+    times = {name: values[1:] for name, values in times.items()}
+
+    def ratio(label: str, top: str, bottom: str, **more: Any) -> dict[str, Any]:
+        each = [a / b for a, b in zip(times[top], times[bottom], strict=True)]
+        value, spread = _results.median_and_spread(each)
+        return _results.row(label, value, "ratio", spread=spread, **more)
+
+    nbytes = count * TENSOR_BYTES
+    rows = [
+        ratio("blocking of a background save / a synchronous one", "blocking", "sync", better="lower", target=0.05),
+        ratio("copying and fsync / a synchronous save", "copy", "sync", target=0.9),
+        ratio("load / reading the bytes into memory", "load", "read", better="lower", target=1.2),
+        ratio("a step with a background save / one without", "saving step", "step", better="lower"),
+        ratio("torch.save / a synchronous save", "torch", "sync"),
+        ratio("torch.distributed.checkpoint / a synchronous save", "dcp", "sync"),
+    ]
+    for name, label in (("sync", "a synchronous save"), ("load", "load")):
+        rates = [nbytes / 1e9 / value for value in times[name]]
+        value, spread = _results.median_and_spread(rates)
+        rows.append(_results.row(label, value, "GB/s", spread=spread, bytes=nbytes))
+    return rows, torch.cuda.get_device_name() if cuda else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--writer", choices=["thread", "process"], default="thread")
+    parser.add_argument("--folder", type=Path, help="where to write checkpoints (default: the temporary folder)")
+    parser.add_argument("--out", type=Path, default=_results.RESULTS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        rows, gpu = measure(Path(folder), arguments.gib, arguments.turns, arguments.writer)
+    name = "ckpt_cuda" if gpu else "ckpt_cpu"
+    _results.write(name, rows, _results.environment(gpu), arguments.out)
+
+
+if __name__ == "__main__":
+    main()
