@@ -2,9 +2,9 @@
 
 A state of random float32 tensors of 64 MiB, on the GPU where there is one. In each turn: a synchronous save; one in the
 background, begun before about a second of products as of a forward and backward, and what of it the caller waits for;
-torch.save and torch.distributed.checkpoint.save of the same tensors, each made durable (fsync); a copy of the file, with
-fsync; a load; and reading the bytes into memory. Ratios are made turn by turn, so that a slow minute
-of the disk hits both sides.
+torch.save and torch.distributed.checkpoint.save of the same tensors, each made durable (fsync); a copy of the file,
+with fsync; a load; and reading the bytes into memory. Ratios are made turn by turn, so that a slow minute of the disk
+hits both sides.
 """
 
 from __future__ import annotations
