@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from kforge_optim.dealing import Layout, balanced, deal, in_flight
+from kforge_optim.dealing import Layout, balanced, deal, in_flight, moved
 from kforge_optim.sharding import shard_box
 from kforge_testing import run_ranks
 
@@ -47,6 +47,15 @@ def test_jobs_in_flight_begin_before_older_ones_go_on() -> None:
         "c ends",
     ]
     in_flight(iter([]))
+
+
+def test_pieces_move_at_once_and_stay_where_they_are_right() -> None:
+    pieces = [torch.ones(2, 3), torch.ones(4, 2)[:, 1:], torch.ones(0, 5)]
+    assert moved(pieces, torch.device("cpu")) is pieces
+    there = moved(pieces, torch.device("meta"))
+    assert [piece.shape for piece in there] == [(6,), (4,), (0,)]
+    assert len({piece.untyped_storage()._cdata for piece in there}) == 1
+    assert moved([], torch.device("meta")) == []
 
 
 def test_a_transformer_is_dealt_evenly() -> None:

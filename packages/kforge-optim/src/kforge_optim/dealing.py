@@ -325,6 +325,14 @@ def packed(pieces: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> Tens
     return flat.to(like.device)
 
 
+def moved(pieces: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Pieces on ``device``: as they are, or flat, after one transfer."""
+    if not pieces or pieces[0].device == device:
+        return pieces
+    sizes = [piece.numel() for piece in pieces]
+    return packed(pieces, sizes, pieces[0].new_empty(0, device=device)).split(sizes)
+
+
 def _start(
     mesh_dim: int, mesh: DeviceMesh, sent: Tensor, to: Sequence[int], source: Sequence[int]
 ) -> tuple[Tensor, dist.Work]:

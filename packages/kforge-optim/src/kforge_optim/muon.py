@@ -26,7 +26,7 @@ from kforge_optim import split
 from kforge_optim._torch import foreach_copy_, sharded_dim
 from kforge_optim.algorithm import Rates, Slot, register_optimizer
 from kforge_optim.config import OptimConfig
-from kforge_optim.dealing import Bucket, Layout, Place, back, deal, in_flight, packed, there
+from kforge_optim.dealing import Bucket, Layout, Place, back, deal, in_flight, moved, there
 from kforge_optim.orthogonal import METHODS
 from kforge_optim.rounding import noise_key
 from kforge_optim.sharding import local, local_gradient
@@ -148,7 +148,7 @@ class Muon:
     ) -> Generator[None]:
         """A bucket to its owners and back; weights that are complete then take their step."""
         mine = [weights[part.weight].buffer(part.kind)[part.index] for part in bucket.parts]
-        pieces: Sequence[Tensor] = mine
+        pieces: Sequence[Tensor] = mine if bucket.exchanges else moved(mine, like.device)
         for exchange in bucket.exchanges:
             assert mesh is not None
             pieces = yield from there(exchange, mesh, pieces, like)
@@ -156,9 +156,7 @@ class Muon:
         for exchange in reversed(bucket.exchanges):
             assert mesh is not None
             pieces = yield from back(exchange, mesh, pieces, like)
-        if pieces[0].device != mine[0].device:
-            sizes = [piece.numel() for piece in pieces]
-            pieces = packed(pieces, sizes, like).to(mine[0].device).split(sizes)
+        pieces = moved(pieces, mine[0].device)
         foreach_copy_(mine, [piece.view(to.shape) for piece, to in zip(pieces, mine, strict=True)])
         for part in bucket.parts:
             weight = weights[part.weight]
