@@ -245,6 +245,15 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(requires=["build"])
 @timed
+def chaos(session: nox.Session) -> None:
+    """200 kills at random moments, where `integration` has 20 (KFORGE_KILLS says how many)."""
+    install(session, *(with_extra(package) for package in PACKAGES), str(wheel("kforge-testing")))
+    kills = os.environ.get("KFORGE_KILLS", "200")
+    pytest(session, ROOT / "tests-integration" / "chaos", env={"KFORGE_KILLS": kills})
+
+
+@nox.session(requires=["build"])
+@timed
 def mutation(session: nox.Session) -> None:
     """Of the parity session, the planted faults alone."""
     install(session, *(with_extra(package) for package in PACKAGES), str(wheel("kforge-testing")))
