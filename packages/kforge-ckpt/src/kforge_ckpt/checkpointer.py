@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kforge_ckpt.background import Background
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
 from kforge_ckpt.files import FileRecord, write_file
 from kforge_ckpt.fitting import Fit
+from kforge_ckpt.lock import FolderLock
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.restoring import Plan, Saved, read_meta
 from kforge_ckpt.retention import Retention, read_scores, write_scores
@@ -113,6 +115,7 @@ class Checkpointer:
         self._ranks_then: Ranks | None = None
         self._agreement = Agreement()
         self._damaged: set[int] = set()
+        self._lock: FolderLock | None = None
         self._saving = Background()
         self._tidying = Background()
         self._staging: Staging | None = None
@@ -232,15 +235,21 @@ class Checkpointer:
             self._tidying.wait()
 
     def close(self) -> None:
-        """`wait`, and let go of the process that writes, if there is one."""
+        """`wait`, and let go of the folder, and of the process that writes, if there is one. It may save again."""
         try:
             self.wait()
         finally:
             if self._process is not None:
                 self._process.close()
                 self._process = None
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def _stage(self, step: int) -> str:
+        if self._lock is None:
+            self._lock = FolderLock(self.dir)
+            weakref.finalize(self, self._lock.release)
         left = commit.leftovers(self.dir)
         folder = commit.stage(self.dir, step)
         if left:

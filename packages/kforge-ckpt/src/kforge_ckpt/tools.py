@@ -15,6 +15,7 @@ import torch
 from kforge_ckpt import commit, state
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
 from kforge_ckpt.files import Block, FileRecord, write_file
+from kforge_ckpt.lock import FolderLock
 from kforge_ckpt.restoring import Saved
 from kforge_ckpt.retention import read_scores
 from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, file_order, write_tensors
@@ -172,6 +173,11 @@ def copy(place: str | Path, root: Path) -> Path:
     for what is not as it was written."""
     source = find(place)
     contents = commit.Contents(source)
+    with FolderLock(root):
+        return _copy(source, contents, root)
+
+
+def _copy(source: Path, contents: commit.Contents, root: Path) -> Path:
     if contents.step in commit.committed(root):
         raise CheckpointError(f"{root} holds a checkpoint of step {contents.step} already")
     folder = commit.stage(root, contents.step)
@@ -200,8 +206,9 @@ def remove(root: Path, steps: Sequence[int], *, all_of_them: bool = False) -> No
             raise CheckpointError(f"{root} holds no committed checkpoint of step {step}; there are {_list(found)}")
     if found.keys() <= set(steps) and not all_of_them:
         raise CheckpointError(f"{root} would hold no checkpoint any more; say --all if that is meant")
-    for step in dict.fromkeys(steps):
-        commit.remove(commit.put_aside(root, found[step]))
+    with FolderLock(root):
+        for step in dict.fromkeys(steps):
+            commit.remove(commit.put_aside(root, found[step]))
     left = commit.committed(root)
     if left:
         commit.point_latest(root, left[max(left)])
@@ -263,6 +270,7 @@ def write_checkpoint(
 ) -> Path:
     """A checkpoint of one file, whose tensors come from ``read(name)`` one after the other."""
     specs = file_order(Spec(name, DTYPES[one.dtype], one.shape) for name, one in stored.items())
+    lock = FolderLock(root)
     folder = commit.stage(root, step)
     try:
         files: dict[str, FileRecord] = {}
@@ -289,3 +297,5 @@ def write_checkpoint(
     except BaseException:
         commit.discard(folder)
         raise
+    finally:
+        lock.release()
