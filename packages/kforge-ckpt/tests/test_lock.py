@@ -28,7 +28,6 @@ def other(folder: Path) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ,
     )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
