@@ -96,3 +96,14 @@ def test_the_benchmark_of_checkpoints_runs_on_a_cpu(tmp_path, writer):
     rows = check_form(tmp_path / "ckpt_cpu.json", "ckpt_cpu")
     assert rows["a synchronous save"]["bytes"] == 2 * 2**26
     assert len(rows) == 8
+
+
+def test_the_race_of_optimizers_runs(tokens, tmp_path):
+    words = ["--steps", "4", "--rates", "1", "--tokens", str(tokens), "--out", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "optim_race.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "optim_race.json", "optim_race")
+    assert {row.split()[0] for row in rows} == {"adamw", "muon", "schedule_free"}
+    assert all(list(row["parts"]["heldout_loss"]) == ["1", "2", "3", "4"] for row in rows.values())
+    assert (tmp_path / "optim_race.png").read_bytes().startswith(b"\x89PNG")
