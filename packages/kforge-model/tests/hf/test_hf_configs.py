@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from kforge_model import ModelConfig
 from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, family_of
-from kforge_model.hf.families import FREE
+from kforge_model.hf.families import FREE, IGNORED, MUST_BE
+from kforge_model.hf.kinds import KEYS
 from kforge_model.presets import preset
 
 SIZES: dict[str, Any] = {
@@ -672,12 +673,13 @@ def test_a_field_has_one_place_in_a_family(family: str) -> None:
         ({"rope_scaling": {"type": "yarn"}}, ["yarn", "factor"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1]}}, ["short_factor", "linear"]),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, ["truncate"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": None}}, ["truncate = None"]),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
         ({"partial_rotary_factor": 0.25}, ["partial_rotary_factor = 0.25"]),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e5}}, ["rope_theta", "different"]),
         ({"hidden_act": "xielu"}, ["hidden_act = 'xielu'"]),
         ({"attention_dropout": 0.1}, ["attention_dropout = 0.1"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "bring them to bfloat16 first"]),
         ({"sliding_window": 128}, ["sliding_window = 128"]),
         ({"a_new_trick": True}, ["a_new_trick = True", "not known"]),
         ({"model_type": "mamba"}, ["mamba", "llama", "qwen3"]),
@@ -714,6 +716,7 @@ def test_what_we_would_compute_otherwise_is_an_error(change: dict[str, Any], wor
         ("deepseek_v3", {"num_key_value_heads": 4, "qk_head_dim": 64}, ["qk_head_dim = 64", "it is 192"]),
         ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
         ("gemma", {"hidden_activation": "relu"}, ["hidden_activation = 'relu'"]),
+        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, ["type", "say rope_type"]),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0"]),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, ["rope_theta"]),
         (
@@ -731,6 +734,41 @@ def test_errors_of_single_families(family: str, change: dict[str, Any], words: l
         config_from_hf({"model_type": family, **sizes, **change})
     for word in words:
         assert word in str(error.value)
+
+
+ODD = (None, 0, -1, 2.5, math.nan, math.inf, "3", "x", True, False, [], [1], [[]], {}, {"a": 1}, [None])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_of_another_kind_is_an_error_that_names_the_key(family: str) -> None:
+    """Whatever a key that is read says: a config, or a ValueError, and it is the key's where the kind is wrong."""
+    heads = {"num_key_value_heads": 4} if FAMILIES[family].latent else {"num_key_value_heads": 2, "head_dim": 8}
+    base = {"model_type": family, **SIZES, **heads}
+    of_rope = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.0, "beta_fast": 32.0}
+    by_layer = FAMILIES[family].rope_by_layer
+
+    def read(key: str, value: Any) -> ModelConfig:
+        if key not in of_rope:
+            return config_from_hf({**base, key: value})
+        parameters = {**of_rope, key: value}
+        return config_from_hf({**base, "rope_parameters": {"full_attention": parameters} if by_layer else parameters})
+
+    read("factor", 2.0)
+    unread = {*IGNORED, *FAMILIES[family].ignored, *MUST_BE, *FAMILIES[family].must_be} - {
+        "model_type",
+        "architectures",
+    }
+    for key in (
+        frozenset().union(*KEYS.values()) - unread | {key.theirs for key in FAMILIES[family].keys} | set(of_rope)
+    ):
+        for value in ODD:
+            try:
+                assert isinstance(read(key, value), ModelConfig)
+            except ValueError as error:
+                names = (key, FAMILIES[family].aliases.get(key, key), "model.")
+                assert any(name in str(error) for name in names), (key, value, str(error))
+        with pytest.raises(ValueError, match=rf"\b{key} = .* (must be|is not known)"):
+            read(key, object())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from kforge_model.config import ModelConfig
 from kforge_model.hf import experts, latents, rope, windows
-from kforge_model.hf.families import FAMILIES, IGNORED, MUST_BE, Family, Key, embed_scale_of
+from kforge_model.hf.families import FAMILIES, IGNORED, MUST_BE, REMEDIES, Family, Key, embed_scale_of
+from kforge_model.hf.kinds import misfits
 
 
 def config_from_hf(hf: Mapping[str, Any], family: str | None = None) -> ModelConfig:
@@ -16,11 +17,13 @@ def config_from_hf(hf: Mapping[str, Any], family: str | None = None) -> ModelCon
 
     Keys that it leaves out have transformers' defaults. What config.json does not say (`families.FREE`) has kforge's;
     change it with `dataclasses.replace`, vocab_multiple for instance. Raises ValueError, which names the keys, for an
-    unknown family, for what kforge would compute otherwise (a rope type, an activation, dropout, …), and for keys that
-    it does not know: what they mean cannot be guessed.
+    unknown family, for values of another kind than their key's, for what kforge would compute otherwise (a rope type,
+    an activation, dropout, …), and for keys that it does not know: what they mean cannot be guessed.
     """
     name = family_of(hf) if family is None else family
     family_ = _family(name)
+    if said := misfits(hf):
+        raise ValueError(f"config of {name}: {'; '.join(said)}")
     hf = _without_aliases(hf, family_)
     _check_keys(hf, name, family_)
     values = {key: hf.get(key, family_.defaults.get(key)) for key in _their_keys(family_)}
@@ -74,6 +77,8 @@ def family_of(hf: Mapping[str, Any]) -> str:
 
     Raises ValueError when it belongs to none, or is not of a causal language model.
     """
+    if wrong := misfits(hf, ("model_type", "architectures")):
+        raise ValueError("; ".join(wrong))
     kind, classes = hf.get("model_type"), list(hf.get("architectures") or [])
     if kind is None:
         kind = next((name for name, family in FAMILIES.items() if family.architecture in classes), None)
@@ -178,7 +183,7 @@ def _check_keys(hf: Mapping[str, Any], name: str, family: Family) -> None:
         known.add("rope_local_base_freq")
     problems = [f"{key} = {value!r} is not known" for key, value in hf.items() if key not in known]
     problems += [
-        f"{key} = {hf[key]!r} (kforge computes {' or '.join(repr(value) for value in allowed)})"
+        f"{key} = {hf[key]!r} ({REMEDIES.get(key) or 'kforge computes ' + ' or '.join(map(repr, allowed))})"
         for key, allowed in must_be.items()
         if key in hf and hf[key] not in allowed
     ]

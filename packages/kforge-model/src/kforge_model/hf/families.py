@@ -93,11 +93,12 @@ class Family:
         return COMPUTED | pattern | (LATENT if self.latent else set())
 
 
-def _words(*lines: str) -> frozenset[str]:
+def words(*lines: str) -> frozenset[str]:
+    """The words of some lines."""
     return frozenset(" ".join(lines).split())
 
 
-IGNORED = _words(
+IGNORED = words(
     # what the file is
     "model_type architectures transformers_version _name_or_path name_or_path _commit_hash torch_dtype dtype",
     # tokens with a meaning, and text generation
@@ -129,6 +130,11 @@ MUST_BE: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 """Keys of any config.json that change the numbers, and the values that do not."""
+
+REMEDIES: Mapping[str, str] = {
+    "quantization_config": "its weights are no plain numbers: bring them to bfloat16 first, and take it out",
+}
+"""Some of those keys -> what to do."""
 
 BUFFERS = r"(?:.*\.)?(?:rotary_emb(?:_local)?\.\w*inv_freq|embed_tokens\.embed_scale)"
 """Names of buffers that old files hold beside the weights: they are made anew from the config."""

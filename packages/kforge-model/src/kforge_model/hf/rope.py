@@ -9,6 +9,7 @@ from typing import Any
 from kforge_model.config import ModelConfig
 from kforge_model.hf import latents
 from kforge_model.hf.families import Family
+from kforge_model.hf.kinds import misfits
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Keys of config.json that speak of it; rope_local_base_freq too, where windowed layers have a base of their own."""
@@ -55,6 +56,15 @@ def rope_from_hf(hf: Mapping[str, Any], family: Family, windows: bool, head_size
             return fields | {"attn_scale": latents.scale_from_hf(parameters, head_size)} if family.latent else fields
         if unknown := sorted(set(parameters) - {"full_attention", "sliding_attention"}):
             raise ValueError(f"{where} has {', '.join(unknown)}; wanted is one dict for each of its kinds of layer")
+        if said := misfits(parameters):
+            raise ValueError(f"{where}: {'; '.join(said)}")
+        if old := [
+            kind for kind, value in parameters.items() if value and "type" in value and "rope_type" not in value
+        ]:
+            raise ValueError(
+                f"{where}.{old[0]} = {parameters[old[0]]} says type, which transformers 5 leaves unread where kinds "
+                "of layers differ; say rope_type"
+            )
         full, windowed = (
             _read(parameters.get(kind) or {}, base, length, f"{where}.{kind}")
             for kind, base in (("full_attention", theta), ("sliding_attention", local))
@@ -86,9 +96,11 @@ def rope_from_hf(hf: Mapping[str, Any], family: Family, windows: bool, head_size
 
 def _read(parameters: Mapping[str, Any], theta: float, length: int, where: str) -> dict[str, Any]:
     """One dict of parameters -> fields of ModelConfig; ``theta`` where it has no base."""
+    if said := misfits(parameters):
+        raise ValueError(f"{where}: {'; '.join(said)}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _KNOWN:
-        raise ValueError(f"{where}: rope type {kind!r} is not one of those that kforge computes, {', '.join(_KNOWN)}")
+        raise ValueError(f"{where}: rope_type = {kind!r} is not known: kforge computes {', '.join(_KNOWN)}")
     if parameters.get("partial_rotary_factor") not in (None, 1):
         part = parameters["partial_rotary_factor"]
         raise ValueError(f"{where}: partial_rotary_factor = {part}, and the family rotates whole heads")
@@ -106,8 +118,9 @@ def _read(parameters: Mapping[str, Any], theta: float, length: int, where: str) 
     if kind == "llama3":
         fields |= {"rope_low": float(parameters["low_freq_factor"]), "rope_high": float(parameters["high_freq_factor"])}
     if kind == "yarn":
-        if parameters.get("truncate") not in (None, True):
-            raise ValueError(f"{where}: truncate = False; the ends of the ramp of yarn are whole pairs in kforge")
+        if parameters.get("truncate", True) is not True:  # null is false to transformers
+            said = parameters["truncate"]
+            raise ValueError(f"{where}: truncate = {said}; the ends of the ramp of yarn are whole pairs in kforge")
         fields["rope_low"] = float(parameters.get("beta_slow") or 1)
         fields["rope_high"] = float(parameters.get("beta_fast") or 32)
         fields["rope_attn_factor"] = _yarn_factor(parameters)
