@@ -67,6 +67,36 @@ def schedule_free(w: Array, g: Array, s: State, lr: float, decay: float) -> Arra
     return 0.1 * s["z"] + 0.9 * s["x"]
 
 
+def lion(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    m = s.get("m", np.zeros_like(g))
+    s["m"] = 0.99 * m + 0.01 * g
+    return w - lr * decay * w - lr * np.sign(0.9 * m + 0.1 * g)
+
+
+def cautious_lion(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    m = s.get("m", np.zeros_like(g))
+    s["m"] = 0.99 * m + 0.01 * g
+    u = np.sign(0.9 * m + 0.1 * g)
+    agree = u * g > 0
+    return w - lr * decay * w - lr * u * agree / max(agree.mean(), 1e-3)
+
+
+def adamax(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    """Its decay is part of the gradient."""
+    s["t"] = t = s.get("t", 0) + 1
+    g = g + decay * w
+    s["m"] = 0.9 * s.get("m", 0.0) + 0.1 * g
+    s["u"] = np.maximum(0.999 * s.get("u", 0.0), np.abs(g) + EPS)
+    return w - lr / (1 - 0.9**t) * s["m"] / s["u"]
+
+
+def sgd(w: Array, g: Array, s: State, lr: float, decay: float) -> Array:
+    """Its decay is part of the gradient."""
+    g = g + decay * w
+    s["m"] = 0.9 * s.get("m", 0.0) + g
+    return w - lr * (g + 0.9 * s["m"])
+
+
 EPS = 1e-5
 """Large, so that a gradient of 0 up to rounding moves nothing."""
 
@@ -85,6 +115,12 @@ class Row:
 
 ALGORITHMS: dict[str, Row] = {
     "adamw": Row({"name": "adamw"}, adamw),
+    "cautious_lion": Row({"name": "cautious_lion"}, cautious_lion),
+    "lion": Row({"name": "lion"}, lion),
+    "torch.optim.Adamax": Row({"name": "torch.optim.Adamax", "options": {"eps": EPS}}, adamax),
+    "torch.optim.SGD": Row(
+        {"name": "torch.optim.SGD", "options": {"momentum": 0.9, "nesterov": True}, "lr": 1e-3}, sgd
+    ),
     "muon": Row({"name": "muon"}, muon, beside=adamw),
     "normuon": Row(
         {"name": "muon", "muon_method": "polar_express", "muon_scale": "original", "muon_variance_beta": 0.9},

@@ -325,7 +325,7 @@ def test_small_parts_of_the_surface() -> None:
 
 
 def test_unknown_optimizer_lists_the_known_ones_and_a_decorator_adds_one() -> None:
-    with pytest.raises(ValueError, match=r"unknown optimizer 'adam'; known are .*adamw, muon"):
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adam'; known are .*adamw, .*lion, .*muon"):
         build_optimizer(tiny(), config("adam"), 10)
 
     class Sign:

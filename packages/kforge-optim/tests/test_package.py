@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import kforge_optim
-from kforge_optim import LossScaler, OptimConfig, build_optimizer, clip
+from kforge_optim import GroupRule, LossScaler, OptimConfig, build_optimizer, clip
 
 
 def test_readme_program_learns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +59,7 @@ class Beside(NamedTuple):
 
 CHANGED: dict[str, Any] = {
     "name": "adamw",
+    "options": Beside({"name": "torch.optim.SGD"}, {"momentum": 0.9}),
     "lr": 1e-3,
     "adamw_lr": 1e-3,
     "weight_decay": 0.3,
@@ -86,6 +87,7 @@ CHANGED: dict[str, Any] = {
     "phases": Beside({"schedule": "phases", "phases": ({"schedule": "linear"},)}, ({"schedule": "rex"},)),
     "momentum_phases": ({"steps": 3, "schedule": "linear", "from": 0.5, "to": 0.9},),
     "weight_decay_phases": ({"schedule": "linear", "to": 0.0},),
+    "groups": (GroupRule(name="slow", role="embeddings", lr_scale=0.1),),
     "clip_norm": 0.1,
     "clip_value": 0.01,
     "loss_scale_init": 2.0,

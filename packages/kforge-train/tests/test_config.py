@@ -64,6 +64,8 @@ OTHER: dict[str, Any] = {
     "optim.decay_shape": "cosine",
     "optim.decay_from": 7,
     "optim.schedule_steps": 7,
+    "optim.options": {"momentum": 0.9},
+    "optim.groups": [{"name": "slow", "match": "embed", "lr_scale": 0.1}],
     "optim.phases": [{"steps": 7, "schedule": "rex"}],
     "optim.momentum_phases": [{"steps": 7, "schedule": "linear", "from": 0.85, "to": 0.95}],
     "optim.weight_decay_phases": [{"schedule": "linear", "to": 0.0}],

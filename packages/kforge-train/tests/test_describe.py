@@ -22,7 +22,7 @@ def test_it_is_the_text_below_the_field() -> None:
 def test_help_shows_flag_type_default_and_text() -> None:
     text = describe_config()
     assert "  --optim.lr float  (default: 0.0003)\n      Peak learning rate.\n" in text
-    assert "  --optim.betas float,float  (default: 0.9,0.95)\n" in text
+    assert "  --optim.betas float,float|none  (default: none)\n" in text
     assert "  --model.options JSON  (default: {})\n" in text
     assert "  --model.preset NAME\n      The model to start from" in text and "qwen3-4b" in text
     assert "  --data.microbatch_rows int|none  (default: none)\n" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
@@ -10,6 +11,19 @@ import pytest
 from kforge_train.schema import Mismatch, fit, from_text, type_name
 
 Word = Literal["a", "b"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.share == 0:
+            raise ValueError("share = 0 is nothing")
+
+
+Entries = tuple[Entry, ...]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +44,8 @@ Word = Literal["a", "b"]
         (dict[str, float], {"web": 8}, {"web": 8.0}),
         (Mapping[str, Any], {}, {}),
         (tuple[dict[str, Any], ...], [{"steps": 3}, {}], ({"steps": 3}, {})),
+        (Entries, [{"name": "x"}, {"name": "y", "share": 1}], (Entry("x"), Entry("y", 1.0))),
+        (Entries, (Entry("x"),), (Entry("x"),)),
         (Mapping[str, Any], {"a": [1, (True, "x")], "b": {"c": 0.5}}, {"a": [1, [True, "x"]], "b": {"c": 0.5}}),
     ],
 )
@@ -56,6 +72,13 @@ def test_fit_takes(kind: Any, value: Any, made: Any) -> None:
         (tuple[int, ...], [1, "2"], "whole number"),
         (tuple[dict[str, Any], ...], {"steps": 3}, r'a list, as \[\{"key": 1\}\]'),
         (tuple[dict[str, Any], ...], ["steps"], "a table"),
+        (Entries, {"name": "x"}, r'a list, as \[\{"key": 1\}\]'),
+        (Entries, ["x"], "must have tables with name, share"),
+        (Entries, [{"nam": "x"}], "key 'nam', which there is not; did you mean name?"),
+        (Entries, [{"zzz": "x"}], "key 'zzz', which there is not; it may have name, share"),
+        (Entries, [{"name": 3}], "a table with name = 3: must be text"),
+        (Entries, [{"share": 1.0}], "a table without name"),
+        (Entries, [{"name": "x", "share": 0}], "share = 0 is nothing"),
         (dict[str, float], 3, "a table"),
         (Mapping[str, Any], "x", "a table, on the command line as"),
         (Mapping[str, Any], {"a": None}, "numbers, text"),

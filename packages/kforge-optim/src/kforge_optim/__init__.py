@@ -1,4 +1,4 @@
-"""How a model learns: AdamW, Muon, groups, schedules, exact split storage, one gradient norm over any sharding.
+"""How a model learns: AdamW, Muon, Lion, groups, schedules, exact split storage, one gradient norm over any sharding.
 
 `build_optimizer` makes an `Optimizer` from an `OptimConfig`; `clip.total_norm` and `clip.clip_factor` give the scale
 for its ``step``; `LossScaler` keeps float16 gradients from vanishing. Everything works on plain tensors and on DTensors
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from kforge_optim.algorithm import Rates as Rates
     from kforge_optim.algorithm import Slot as Slot
     from kforge_optim.algorithm import register_optimizer as register_optimizer
+    from kforge_optim.config import GroupRule as GroupRule
     from kforge_optim.config import OptimConfig as OptimConfig
     from kforge_optim.groups import Group as Group
     from kforge_optim.groups import build_groups as build_groups
     from kforge_optim.groups import groups_table as groups_table
+    from kforge_optim.lion import Lion as Lion
     from kforge_optim.muon import Muon as Muon
     from kforge_optim.optimizer import Optimizer as Optimizer
     from kforge_optim.optimizer import build_optimizer as build_optimizer
@@ -41,12 +43,15 @@ if TYPE_CHECKING:
     from kforge_optim.schedules import wsd as wsd
     from kforge_optim.split import join_float32 as join_float32
     from kforge_optim.split import split_float32 as split_float32
+    from kforge_optim.torch_optim import TorchOptimizer as TorchOptimizer
 
 # Public name -> the module it lives in; `clip` is a module itself. Nothing is imported until it is asked for.
 _HOME = {
     "AdamW": "adamw",
     "Algorithm": "algorithm",
     "Group": "groups",
+    "GroupRule": "config",
+    "Lion": "lion",
     "LossScaler": "scaler",
     "Muon": "muon",
     "OptimConfig": "config",
@@ -54,6 +59,7 @@ _HOME = {
     "Rates": "algorithm",
     "ScheduleFreeAdamW": "schedule_free",
     "Slot": "algorithm",
+    "TorchOptimizer": "torch_optim",
     "build_groups": "groups",
     "build_optimizer": "optimizer",
     "build_schedule": "schedules",

@@ -25,6 +25,16 @@ def foreach_add_(targets: Sequence[Tensor], value: Tensor) -> None:
     torch._foreach_add_(list(targets), [value] * len(targets))
 
 
+def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """``start.lerp(end, weight)`` of each, in one launch. Stands in for that loop."""
+    return list(torch._foreach_lerp(list(starts), list(ends), weight))
+
+
+def foreach_sign_(targets: Sequence[Tensor]) -> None:
+    """``target.sign_()`` for each, in one launch. Stands in for that loop."""
+    torch._foreach_sign_(list(targets))
+
+
 def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
     """The p-norm of each, accumulated in ``dtype``, in one launch. Stands in for a loop over
     ``torch.linalg.vector_norm``; the public ``torch.nn.utils.get_total_norm`` accumulates bfloat16 in bfloat16."""

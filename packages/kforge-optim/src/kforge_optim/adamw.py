@@ -246,4 +246,5 @@ def _laid_out_as(weight: Tensor, grad: Tensor) -> Tensor:
 @register_optimizer("adamw")
 def build_adamw(config: OptimConfig) -> AdamW:
     """AdamW with the betas, the eps, the moments and the decay of ``config``."""
-    return AdamW(betas=config.betas, eps=config.eps, moments=config.moments, cautious_decay=config.cautious_decay)
+    betas = config.betas or (0.9, 0.95)
+    return AdamW(betas=betas, eps=config.eps, moments=config.moments, cautious_decay=config.cautious_decay)

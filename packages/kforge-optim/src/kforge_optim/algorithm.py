@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -89,3 +89,23 @@ AlgorithmBuilder = Callable[[OptimConfig], Algorithm]
 OPTIMIZERS: Registry[AlgorithmBuilder] = Registry("optimizer", "kforge.optimizers")
 register_optimizer = OPTIMIZERS.register
 """Decorator: ``@register_optimizer("mine")`` over a function ``OptimConfig -> Algorithm``."""
+
+
+def build_algorithm(name: str, options: Mapping[str, Any], config: OptimConfig) -> Algorithm:
+    """The update rule called ``name``: a registered one, or a class of `torch.optim` or of anybody by module and class.
+
+    options: keyword arguments of a class; a plug-in finds them in ``config.options``.
+
+    Raises ValueError for an unknown name (listing the known ones) and for options of a rule that has none.
+    """
+    if "." in name and name not in OPTIMIZERS.names():
+        from kforge_optim.torch_optim import build_torch_optimizer  # which is an algorithm, and needs this module
+
+        return build_torch_optimizer(name, options, config)
+    builder = OPTIMIZERS.get(name)
+    if options and builder.__module__.partition(".")[0] == "kforge_optim":
+        raise ValueError(
+            f"options = {dict(options)} mean nothing to {name!r}, which has fields of its own in [optim]; they are for "
+            f"a class named as torch.optim.{name.capitalize()}"
+        )
+    return builder(replace(config, options=options))

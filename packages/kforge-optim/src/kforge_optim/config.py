@@ -2,11 +2,85 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from kforge_optim.phases import check_shape, read_phases
+
+ROLES = ("matrices", "embeddings", "head", "routers", "norms_and_biases")
+"""What a parameter may be; `kforge_optim.groups` says how that is told."""
+
+SCHEDULE_FIELDS = (
+    *("schedule_steps", "warmup_steps", "decay_steps", "decay_shape", "decay_power", "decay_from"),
+    *("min_lr_ratio", "phases"),
+)
+"""Fields of `OptimConfig` that a rule may set for a schedule of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRule:
+    """What holds for some parameters in place of what their role gives them; what is None stays as it is."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    name: str
+    """Name of the group in tables and metrics. Parameters of several roles make a group each, as name.role, since
+    their rate, decay and optimizer may differ."""
+    match: str | None = None
+    """Regular expression that is looked for anywhere in the clean name of the parameter (`re.search`)."""
+    role: str | None = None
+    """Only parameters of this role: matrices, embeddings, head, routers or norms_and_biases."""
+    lr: float | None = None
+    """Peak learning rate."""
+    lr_scale: float | None = None
+    """Factor on the peak learning rate that the role gives; one of the two."""
+    weight_decay: float | None = None
+    """Weight decay, also of norms, biases and embeddings that are matched."""
+    optimizer: str | None = None
+    """Name of the optimizer, as optim.name. It takes what is matched, also what muon leaves to AdamW otherwise."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keyword arguments of that optimizer, as optim.options."""
+    schedule: str | None = None
+    """Name of a schedule, with the warm-up and the min_lr_ratio of [optim]; what else it reads is in
+    schedule_options."""
+    schedule_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of [optim] that the schedule of these parameters reads with other values, as {warmup_steps = 50}."""
+
+    def __post_init__(self) -> None:
+        said = f"group rule {self.name!r}"
+        object.__setattr__(self, "options", copy.deepcopy(dict(self.options)))
+        object.__setattr__(self, "schedule_options", copy.deepcopy(dict(self.schedule_options)))
+        if not self.name:
+            raise ValueError("a group rule has no name; give it one, for tables and metrics")
+        if self.match is not None:
+            try:
+                re.compile(self.match)
+            except re.error as error:
+                raise ValueError(
+                    f"{said}: match = {self.match!r} is no regular expression: {error}; a character such as ( or * "
+                    "that means itself wants a backslash before it"
+                ) from None
+        if self.role is not None and self.role not in ROLES:
+            raise ValueError(f"{said}: role = {self.role!r} must be one of {', '.join(ROLES)}")
+        if self.lr is not None and self.lr_scale is not None:
+            raise ValueError(
+                f"{said}: lr = {self.lr} and lr_scale = {self.lr_scale} both say the rate; set one of them"
+            )
+        for key in ("lr", "lr_scale"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{said}: {key} = {value} must be above 0; requires_grad = False freezes a parameter")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"{said}: weight_decay = {self.weight_decay} must not be negative")
+        if self.options and self.optimizer is None:
+            raise ValueError(f"{said}: options = {self.options} are of an optimizer; name it, as optimizer = ...")
+        for key in self.schedule_options:
+            if key not in SCHEDULE_FIELDS:
+                raise ValueError(f"{said}: schedule_options has {key!r}; it may have {', '.join(SCHEDULE_FIELDS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,18 +90,23 @@ class OptimConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     name: str = "adamw"
-    """Which optimizer: adamw, muon or schedule_free. Muon takes the hidden matrices; AdamW the embeddings, head, norms
-    and biases. schedule_free (Schedule-Free AdamW) evaluates and saves an average of weights, and wants no descent of
-    the rate: set schedule = constant."""
+    """Which optimizer: adamw, lion, cautious_lion, muon or schedule_free; or a torch.optim.Optimizer by module and
+    class, as torch.optim.NAdam. Muon takes the hidden matrices; AdamW the embeddings, head, norms and biases.
+    schedule_free (Schedule-Free AdamW) evaluates and saves an average of weights, and wants no descent of the rate: set
+    schedule = constant."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keyword arguments of a class that name says by module and class, but for lr and weight_decay. In TOML:
+    [optim.options]."""
     lr: float = 3e-4
     """Peak learning rate."""
     adamw_lr: float | None = None
     """Peak learning rate of what AdamW owns when name is muon. None: lr."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices. Norms, biases and embeddings get none."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment. Under schedule_free the first is the share of the average in the
-    weights that gradients are taken at."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of AdamW's first and second moment, or of what Lion steps along and what it remembers. Under
+    schedule_free the first is the share of the average in the weights that gradients are taken at. None: the
+    optimizer's own, 0.9 and 0.99 for Lion, 0.9 and 0.95 for the others."""
     eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
     moments: str = "fp32"
@@ -90,6 +169,9 @@ class OptimConfig:
     weight_decay_phases: tuple[dict[str, Any], ...] = ()
     """How weight decay moves, as phases from step 0 whose `from` and `to` are factors, in [0, 1], of what each group
     has. It stays at the last. Empty: as set."""
+    groups: tuple[GroupRule, ...] = ()
+    """Rules for some parameters, in TOML [[optim.groups]]: by `match` (a regular expression) or `role`, another lr (or
+    lr_scale), weight_decay, optimizer or schedule. The first that fits a parameter has it; the rest go by role."""
     clip_norm: float = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping, the norm is still seen."""
     clip_value: float = 0.0
@@ -113,7 +195,15 @@ class OptimConfig:
         for name in ("weight_decay", "clip_norm", "clip_value", "warmup_steps", "warmup_tokens"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optim.{name} = {getattr(self, name)} must not be negative")
-        if not all(0 <= beta < 1 for beta in self.betas):
+        object.__setattr__(self, "options", copy.deepcopy(dict(self.options)))
+        names = [rule.name for rule in self.groups]
+        for rule in self.groups:
+            if rule.match is None and rule.role is None:
+                raise ValueError(f"optim.groups: rule {rule.name!r} has neither match nor role; match = '' takes all")
+            if names.count(rule.name) > 1 or rule.name in ROLES:
+                why = "a role is called that" if rule.name in ROLES else "there are two of that name"
+                raise ValueError(f"optim.groups: rule {rule.name!r} must be called otherwise: {why}")
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas = {self.betas} must lie in [0, 1)")
         if self.moments not in ("fp32", "bf16", "int8"):
             raise ValueError(f"optim.moments = {self.moments!r} must be fp32, bf16 or int8")

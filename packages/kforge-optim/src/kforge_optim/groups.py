@@ -16,22 +16,25 @@ A tied weight is one parameter under several names: it keeps the first name, and
 says so. Wrappers that put themselves into names (``torch.compile``, activation checkpointing, FSDP 1, DDP) are cut
 out of the names first, so the partition is the same with and without them.
 
-Which matrices lie in a weight of ``matrices`` is plain data: `fused_weights`.
+Rules go before roles: `GroupRule`, `build_groups`. Which matrices lie in a weight of ``matrices`` is plain data:
+`fused_weights`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kforge_optim.algorithm import Fused
-from kforge_optim.config import OptimConfig
+from kforge_optim.config import ROLES, SCHEDULE_FIELDS, GroupRule, OptimConfig
+from kforge_optim.schedules import Schedule, build_schedule
 
-ROLES = ("matrices", "embeddings", "head", "routers", "norms_and_biases")
 DECAYED = frozenset({"matrices", "head", "routers"})
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -60,6 +63,10 @@ class Group:
     """Clean name -> parameter, in the model's order."""
     fused_weights: Mapping[str, Fused] = field(default_factory=dict)
     """Clean name -> (dim, sizes) of those parameters that hold several matrices; see `fused_weights`."""
+    schedule: Schedule | None = None
+    """How its rate moves. None: as the optimizer's schedule says."""
+    schedule_name: str = ""
+    """Name of the schedule in tables."""
 
 
 def clean_name(name: str) -> str:
@@ -69,7 +76,7 @@ def clean_name(name: str) -> str:
 
 def parameter_roles(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
     """Clean name -> (role, parameter) of every trainable parameter, each once, in the model's order."""
-    model = _unwrapped(model)
+    model = unwrapped(model)
     aliases: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -109,7 +116,8 @@ def _role(names: list[str], parameter: nn.Parameter, in_embedding: bool, mixture
     return "matrices"
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that DDP wraps, or the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -125,7 +133,7 @@ def fused_weights(model: nn.Module) -> dict[str, Fused]:
     Raises ValueError, with the name and the entry, for a name that no parameter has, for sizes that do not add up to
     the parameter's, and for two entries of one parameter that differ.
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     parameters = {clean_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     first_names: dict[int, str] = {}
     for name, parameter in parameters.items():
@@ -151,36 +159,172 @@ def fused_weights(model: nn.Module) -> dict[str, Fused]:
     return found
 
 
-def build_groups(model: nn.Module, config: OptimConfig, *, matrices_only: bool = False) -> list[Group]:
+Predicate = Callable[[str, nn.Parameter], bool]
+"""(clean name, parameter) -> whether a rule holds for it. It must say the same on every rank."""
+
+Rules = Sequence[tuple[Predicate, GroupRule]]
+"""Rules in code, each with what it holds for; its ``match`` and ``role``, where it has them, must fit too."""
+
+
+def build_groups(
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    matrices_only: bool = False,
+    rules: Rules = (),
+    total_steps: int | None = None,
+) -> list[Group]:
     """Split the trainable parameters of ``model`` into groups; a group without parameters is left out.
 
-    With ``matrices_only`` the optimizer that ``config`` names takes only ``matrices``; AdamW takes all the rest at
-    ``config.adamw_lr``.
+    A parameter is of the first rule that fits it, of ``rules`` and then of ``config.groups``; what none fits is grouped
+    by role. What a rule says takes the place of what the role gives, parameter by parameter: a rule that scales the
+    rate of a layer leaves its norms undecayed.
 
-    Raises ValueError when there is nothing to train, and as `fused_weights` does.
+    With ``matrices_only`` the optimizer that ``config`` names takes only ``matrices``; AdamW takes all the rest at
+    ``config.adamw_lr``. total_steps: horizon of the schedules that rules bring along.
+
+    Raises ValueError when there is nothing to train, for a rule that fits nothing or only what rules before it have
+    taken, for two rules of one name, and as `fused_weights` and `build_schedule` do.
     """
-    split: dict[str, dict[str, nn.Parameter]] = {}
-    for name, (role, parameter) in parameter_roles(model).items():
-        split.setdefault(role, {})[name] = parameter
-    if not split:
+    roles = parameter_roles(model)
+    if not roles:
         raise ValueError("the model has no trainable parameter; set requires_grad on what should learn")
     fused = fused_weights(model)
+    every: list[tuple[Predicate, GroupRule]] = [*rules, *((_always, rule) for rule in config.groups)]
+    taken = _first_fits(roles, every)
     groups = []
-    for name in ROLES:
-        if name not in split:
-            continue
-        beside = matrices_only and name != "matrices"
-        groups.append(
-            Group(
-                name=name,
-                algorithm="adamw" if beside else config.name,
-                lr=config.adamw_lr if beside and config.adamw_lr is not None else config.lr,
-                weight_decay=config.weight_decay if name in DECAYED else 0.0,
-                parameters=split[name],
-                fused_weights={key: cut for key, cut in fused.items() if key in split[name]},
+    for index, rule in [*enumerate(rule for _, rule in every), (None, GroupRule(name="by role"))]:
+        split: dict[str, dict[str, nn.Parameter]] = {}
+        for name, (role, parameter) in roles.items():
+            if taken.get(name) == index:
+                split.setdefault(role, {})[name] = parameter
+        for role in ROLES:
+            if role not in split:
+                continue
+            of_rule = rule.name if len(split) == 1 else f"{rule.name}.{role}"
+            groups.append(
+                Group(
+                    name=role if index is None else of_rule,
+                    parameters=split[role],
+                    fused_weights={key: cut for key, cut in fused.items() if key in split[role]},
+                    **_settings(rule, role, config, matrices_only, total_steps),
+                )
+            )
+    check_owned_once(groups)
+    return groups
+
+
+def _always(name: str, parameter: nn.Parameter) -> bool:
+    return True
+
+
+def _first_fits(
+    roles: Mapping[str, tuple[str, nn.Parameter]], rules: Sequence[tuple[Predicate, GroupRule]]
+) -> dict[str, int]:
+    """Clean name -> number of the first rule that fits, of those that one does."""
+    taken: dict[str, int] = {}
+    for index, (holds, rule) in enumerate(rules):
+        fitting = [
+            name
+            for name, (role, parameter) in roles.items()
+            if rule.role in (None, role)
+            and (rule.match is None or re.search(rule.match, name))
+            and holds(name, parameter)
+        ]
+        said = " and ".join(
+            f"{key} = {value!r}" for key, value in (("match", rule.match), ("role", rule.role)) if value is not None
+        )
+        if not fitting:
+            known = ", ".join(role for role in ROLES if any(role == one for one, _ in roles.values()))
+            raise ValueError(
+                f"group rule {rule.name!r} ({said or 'a predicate'}) fits no trainable parameter; their names are as "
+                f"{', '.join(list(roles)[:3])}, and their roles {known}"
+            )
+        new = [name for name in fitting if name not in taken]
+        if not new:
+            raise ValueError(
+                f"group rule {rule.name!r} ({said or 'a predicate'}) fits only what rules before it have taken, "
+                f"{fitting[0]} by {rules[taken[fitting[0]]][1].name!r}; put it before that one"
+            )
+        taken.update(dict.fromkeys(new, index))
+    return taken
+
+
+def algorithm_name(optimizer: str, options: Mapping[str, Any]) -> str:
+    """What an optimizer is called in tables and to `Optimizer`: ``torch.optim.SGD(momentum=0.9)``."""
+    return optimizer + (f"({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else "")
+
+
+def _settings(
+    rule: GroupRule, role: str, config: OptimConfig, matrices_only: bool, total_steps: int | None
+) -> dict[str, Any]:
+    """The fields of a group that do not depend on which parameters are in it."""
+    optimizer, options = config.name, config.options
+    if rule.optimizer is not None:
+        optimizer, options = rule.optimizer, rule.options
+    elif matrices_only and role != "matrices":
+        optimizer, options = "adamw", {}
+    lr = config.adamw_lr if optimizer == "adamw" and config.adamw_lr is not None else config.lr
+    decay = config.weight_decay if role in DECAYED else 0.0
+    schedule = None
+    if rule.schedule is not None or rule.schedule_options:
+        if total_steps is None:
+            raise ValueError(f"group rule {rule.name!r} has a schedule of its own, which wants total_steps")
+        with _of_rule(rule):
+            schedule = build_schedule(_schedule_config(rule, config), total_steps)
+    return {
+        "algorithm": algorithm_name(optimizer, options),
+        "lr": rule.lr if rule.lr is not None else lr * (rule.lr_scale or 1.0),
+        "weight_decay": decay if rule.weight_decay is None else rule.weight_decay,
+        "schedule": schedule,
+        "schedule_name": rule.schedule or config.schedule,
+    }
+
+
+def _schedule_config(rule: GroupRule, config: OptimConfig) -> OptimConfig:
+    """The config of a rule's schedule. One of another name has the warm-up and the floor of ``config``, no more: how
+    that one comes down may mean nothing to it."""
+    if rule.schedule is not None and rule.schedule != config.schedule:
+        plain = OptimConfig()
+        theirs = {key: getattr(plain, key) for key in SCHEDULE_FIELDS if key not in ("warmup_steps", "min_lr_ratio")}
+        if rule.schedule == "none":
+            theirs["warmup_steps"] = 0
+        config = replace(config, schedule=rule.schedule, **theirs)
+    return replace(config, **rule.schedule_options)
+
+
+@contextmanager
+def _of_rule(rule: GroupRule) -> Iterator[None]:
+    """Errors within it say whose they are."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"group rule {rule.name!r}: {error}") from None
+
+
+def scaled_rates(group: Group, lr_scales: Mapping[str, float]) -> list[Group]:
+    """A group with the rate of each parameter times its factor, 1 where it has none: one group for each factor that
+    there is, those other than 1 called as ``matrices x0.25``.
+
+    Raises ValueError for a factor that is not above 0.
+    """
+    by_factor: dict[float, list[str]] = {}
+    for name in group.parameters:
+        by_factor.setdefault(lr_scales.get(name, 1.0), []).append(name)
+    parts = []
+    for factor, names in by_factor.items():
+        if not factor > 0:
+            raise ValueError(f"the learning rate of {names[0]!r} cannot be scaled by {factor}; use a factor above 0")
+        parts.append(
+            replace(
+                group,
+                name=group.name if factor == 1.0 else f"{group.name} x{factor:g}",
+                lr=group.lr * factor,
+                parameters={name: group.parameters[name] for name in names},
+                fused_weights={name: cut for name, cut in group.fused_weights.items() if name in names},
             )
         )
-    return groups
+    return parts
 
 
 def check_owned_once(groups: Iterable[Group]) -> None:
@@ -200,15 +344,15 @@ def check_owned_once(groups: Iterable[Group]) -> None:
 
 def groups_table(groups: Iterable[Group]) -> str:
     """A table for people: one line a group, with the first and last name in it."""
-    rows = [("group", "optimizer", "peak lr", "decay", "tensors", "parameters", "names")]
+    rows = [("group", "optimizer", "peak lr", "schedule", "decay", "tensors", "parameters", "names")]
     for group in groups:
         names = list(group.parameters)
         span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         count = sum(parameter.numel() for parameter in group.parameters.values())
-        decay = f"{group.weight_decay:g}"
-        rows.append((group.name, group.algorithm, f"{group.lr:g}", decay, str(len(names)), f"{count:,}", span))
-    widths = [max(len(row[column]) for row in rows) for column in range(7)]
-    numeric = (2, 3, 4, 5)
+        rates = (f"{group.lr:g}", group.schedule_name, f"{group.weight_decay:g}")
+        rows.append((group.name, group.algorithm, *rates, str(len(names)), f"{count:,}", span))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    numeric = (2, 4, 5, 6)
     return "\n".join(
         "  ".join(
             cell.rjust(width) if column in numeric else cell.ljust(width)

@@ -11,12 +11,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kforge_optim import adamw as _adamw  # noqa: F401  (registers itself)
+from kforge_optim import lion as _lion  # noqa: F401  (registers itself)
 from kforge_optim import muon as _muon  # noqa: F401  (registers itself)
 from kforge_optim import schedule_free as _schedule_free  # noqa: F401  (registers itself)
 from kforge_optim import split
-from kforge_optim.algorithm import OPTIMIZERS, Algorithm, Rates, Slot, SplitAlgorithm
-from kforge_optim.config import OptimConfig
-from kforge_optim.groups import Group, build_groups, check_owned_once, clean_name, groups_table
+from kforge_optim.algorithm import Algorithm, Rates, Slot, SplitAlgorithm, build_algorithm
+from kforge_optim.config import GroupRule, OptimConfig
+from kforge_optim.groups import (
+    Group,
+    Rules,
+    algorithm_name,
+    build_groups,
+    check_owned_once,
+    clean_name,
+    groups_table,
+    scaled_rates,
+    unwrapped,
+)
 from kforge_optim.rounding import noise_key
 from kforge_optim.schedules import (
     Schedule,
@@ -25,6 +36,7 @@ from kforge_optim.schedules import (
     build_weight_decay_schedule,
 )
 from kforge_optim.sharding import copy_into, drop_gathered, local, local_part, part_of
+from kforge_optim.torch_optim import TorchOptimizer
 
 Storage = Literal["fp32", "split", "stochastic"]
 
@@ -61,6 +73,7 @@ class Optimizer:
         self._held: dict[str, Tensor] | None = None  # the trained weights, while averaged ones are in their place
         self._model = model
         self._algorithms = dict(algorithms)
+        self._initialised: set[str] = set()
         self._schedule = schedule
         self._momentum_schedules = dict(momentum_schedules or {})
         self._weight_decay_schedule = weight_decay_schedule
@@ -150,8 +163,7 @@ class Optimizer:
 
     def lrs(self) -> dict[str, float]:
         """Group name -> learning rate that the next step will use."""
-        factor = self._schedule(self.schedule_step)
-        return {group.name: group.lr * factor for group in self.groups}
+        return {group.name: group.lr * (group.schedule or self._schedule)(self.schedule_step) for group in self.groups}
 
     def rates(self) -> dict[str, Rates]:
         """Group name -> rate, decay and momentum that the next step will use."""
@@ -173,12 +185,13 @@ class Optimizer:
         """Allocate the state that is not there yet, without a step. Raises ValueError on the meta device."""
         for group in self.groups:
             for slot in self._slots[group.name]:
-                if slot.state:
+                if slot.name in self._initialised:
                     continue
                 self._allocate_remainder(slot)
                 algorithm = self._algorithms[group.algorithm]
                 as_it_is = isinstance(algorithm, SplitAlgorithm) or not self._is_narrow(slot)
                 slot.state = algorithm.init_state((slot if as_it_is else split.widened(slot)).parameter)
+                self._initialised.add(slot.name)
 
     def _allocate_remainder(self, slot: Slot) -> None:
         if slot.parameter.is_meta:
@@ -405,7 +418,14 @@ def _scalar(what: str, value: Tensor | None) -> Tensor | None:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, total_steps: int, *, storage: Storage = "fp32", seed: int = 0
+    model: nn.Module,
+    config: OptimConfig,
+    total_steps: int,
+    *,
+    storage: Storage = "fp32",
+    seed: int = 0,
+    rules: Rules = (),
+    lr_scales: Mapping[str, float] | None = None,
 ) -> Optimizer:
     """The optimizer that ``config`` names, over the trainable parameters of ``model``.
 
@@ -418,24 +438,60 @@ def build_optimizer(
         step: no more memory, and a weight that moves right on average only. Parameters that are float32 all the same
         are updated as under ``fp32``.
     seed: of the random bits that bfloat16 weights, and moments in less than float32, are rounded by; see `rounding`.
+    rules: predicates with what holds for the parameters that they choose; they go before ``config.groups``.
+    lr_scales: parameter name -> factor on its rate, as μP wants of Adam and its like; names that are missing have 1.
+        An optimizer that takes matrices only, Muon, is left alone: its updates have another size to begin with.
 
     Raises ValueError for an unknown optimizer or schedule (listing the known ones), lengths that do not fit, weights
     in less than float32 under ``fp32``, another storage where nothing is bfloat16, a model without trainable
-    parameters, and ``fused_weights`` that do not fit the model.
+    parameters, rules and ``fused_weights`` that do not fit the model, and an ``adamw_lr`` where AdamW has nothing.
     """
-    algorithm = OPTIMIZERS.get(config.name)(config)
-    algorithms = {config.name: algorithm}
-    if algorithm.matrices_only:
-        algorithms["adamw"] = OPTIMIZERS.get("adamw")(config)
-    groups = build_groups(model, config, matrices_only=algorithm.matrices_only)
+    named = [(config.name, config.options), ("adamw", {}), *_optimizers_of((*config.groups, *(r for _, r in rules)))]
+    known = {algorithm_name(*one): one for one in named}
+    own_name = algorithm_name(config.name, config.options)
+    own = build_algorithm(config.name, config.options, config)
+    groups = build_groups(model, config, matrices_only=own.matrices_only, rules=rules, total_steps=total_steps)
+    algorithms = {own_name: own}
     momentum = build_momentum_schedule(config, total_steps)
+    momenta = {} if momentum is None else {own_name: momentum}
+    for group in groups:
+        if group.algorithm not in algorithms:
+            algorithms[group.algorithm] = build_algorithm(*known[group.algorithm], config)
+        algorithm = algorithms[group.algorithm]
+        if isinstance(algorithm, TorchOptimizer):
+            algorithm.check_rates(Rates(group.lr, group.weight_decay, 0.0 if group.algorithm in momenta else None))
+        flat = [name for name, parameter in group.parameters.items() if parameter.ndim < 2]
+        if algorithm.matrices_only and flat:
+            raise ValueError(
+                f"group {group.name!r} gives {flat[0]!r} to {group.algorithm}, which takes matrices only; add "
+                "role = 'matrices' to the rule, or name another optimizer"
+            )
+    if config.adamw_lr is not None and not any(group.algorithm == "adamw" for group in groups):
+        raise ValueError(
+            f"optim.adamw_lr = {config.adamw_lr} is the rate of what AdamW owns beside {config.name}, and it owns "
+            "nothing; leave it out"
+        )
+    if lr_scales is not None:
+        factors = {clean_name(name): factor for name, factor in lr_scales.items()}
+        unknown = sorted(factors.keys() - {clean_name(name) for name, _ in unwrapped(model).named_parameters()})
+        if unknown:
+            raise ValueError(f"lr_scales names {unknown}, which are no parameters of the model")
+        apart = [{} if algorithms[group.algorithm].matrices_only else factors for group in groups]
+        groups = [part for group, of in zip(groups, apart, strict=True) for part in scaled_rates(group, of)]
     return Optimizer(
         groups,
         algorithms,
         build_schedule(config, total_steps),
         storage=storage,
         seed=seed,
-        momentum_schedules=None if momentum is None else {config.name: momentum},
+        momentum_schedules=momenta,
         weight_decay_schedule=build_weight_decay_schedule(config, total_steps),
         model=model,
     )
+
+
+def _optimizers_of(rules: Iterable[GroupRule]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and options of the optimizers that rules bring along."""
+    for rule in rules:
+        if rule.optimizer is not None:
+            yield rule.optimizer, rule.options

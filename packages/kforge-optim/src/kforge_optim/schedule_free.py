@@ -122,4 +122,4 @@ def build_schedule_free(config: OptimConfig) -> ScheduleFreeAdamW:
     """Schedule-Free AdamW with the betas and eps of ``config``. Raises ValueError for a momentum that moves."""
     if config.momentum_phases:
         raise ValueError("optim.momentum_phases: schedule_free keeps its first beta, it cannot be scheduled; drop them")
-    return ScheduleFreeAdamW(betas=config.betas, eps=config.eps)
+    return ScheduleFreeAdamW(betas=config.betas or (0.9, 0.95), eps=config.eps)

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from kforge_data import DataConfig, Loader, Tokenizer, TokenShards, pack_rows
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
 from kforge_optim import LossScaler, Optimizer, build_optimizer
+from kforge_optim.optimizer import Storage
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
 from kforge_train.agree import check_agreement
@@ -61,7 +62,9 @@ def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
     check_parts(config.model)
     axes = check_layout(config.parallel, world_size, model_shape(config.model), config.data.row_tokens)
-    build_optimizer(nn.Linear(1, 1), optim_config(config), config.train.steps)  # knows names, and whether lengths fit
+    with torch.device("meta"):
+        model = kforge_model.build_model(config.model)
+    _optimizer(config, model, "fp32")  # knows the names, whether lengths fit, and what rules fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
     if not data.train:
@@ -134,13 +137,26 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
 def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:
     """The optimizer of a job over its model. Under split storage, weights start from the same fp32 bits as ever."""
     storage, seed = config.parallel.storage, config.train.seed
-    optimizer = build_optimizer(model, optim_config(config), config.train.steps, storage=storage, seed=seed)
+    optimizer = _optimizer(config, model, storage)
     if storage == "split":
         optimizer.load_full_weights(
             (name, model.init_value_(name, torch.empty_like(parameter, dtype=torch.float32), seed))  # type: ignore[operator]
             for name, parameter in model.named_parameters()
         )
     return optimizer
+
+
+def _optimizer(config: JobConfig, model: nn.Module, storage: Storage) -> Optimizer:
+    """What a job's model learns with. The model may say by what μP scales the rate of each parameter."""
+    scales: Callable[[], dict[str, float]] = getattr(model, "lr_scales", dict)
+    return build_optimizer(
+        model,
+        optim_config(config),
+        config.train.steps,
+        storage=storage,
+        seed=config.train.seed,
+        lr_scales=scales(),
+    )
 
 
 def guard_config(config: JobConfig) -> ResilienceConfig:

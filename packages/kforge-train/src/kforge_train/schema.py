@@ -7,6 +7,7 @@ command line (converted to the field's type) from values of a file (which must h
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import types
@@ -71,7 +72,9 @@ def type_name(kind: Any) -> str:
 
 def _is_list_of_tables(kind: Any) -> bool:
     """On the command line such a list is JSON: its tables have commas of their own."""
-    return get_origin(kind) in (tuple, list) and any(get_origin(arg) in (dict, Mapping) for arg in get_args(kind))
+    return get_origin(kind) in (tuple, list) and any(
+        dataclasses.is_dataclass(arg) or get_origin(arg) in (dict, Mapping) for arg in get_args(kind)
+    )
 
 
 def _allows_none(kind: Any) -> bool:
@@ -151,6 +154,8 @@ def fit(kind: Any, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise Mismatch('must be a table, on the command line as {"key": 1}')
         return {fit(args[0], key): fit(args[1], item) for key, item in value.items()}
+    if dataclasses.is_dataclass(kind) and not isinstance(value, typing.cast(type, kind)):
+        return _fit_table(typing.cast(type, kind), value)
     if kind is bool and not isinstance(value, bool):
         raise Mismatch("must be true or false")
     if kind is int and (isinstance(value, bool) or not isinstance(value, int)):
@@ -178,6 +183,34 @@ def _fit_sequence(kind: Any, value: Any) -> Any:
     if len(value) != len(args):
         raise Mismatch(f"must be a list of {len(args)} values, as [{type_name(kind)}]")
     return tuple(fit(arg, item) for arg, item in zip(args, value, strict=True))
+
+
+def _fit_table(cls: type, value: Any) -> Any:
+    """A table of a list as the dataclass whose fields it has. What the class itself refuses is a mismatch, too."""
+    kinds = field_kinds(cls)
+    if not isinstance(value, Mapping):
+        raise Mismatch(f"must have tables with {', '.join(kinds)}")
+    made: dict[str, Any] = {}
+    for key, item in value.items():
+        if key not in kinds:
+            near = difflib.get_close_matches(str(key), kinds, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it may have {', '.join(kinds)}"
+            raise Mismatch(f"has a table with the key {key!r}, which there is not; {hint}")
+        try:
+            made[key] = fit(kinds[key], item)
+        except Mismatch as error:
+            raise Mismatch(f"has a table with {key} = {json.dumps(item, default=str)}: {error}") from None
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.name not in made and field.default is field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise Mismatch(f"has a table without {', '.join(missing)}")
+    try:
+        return cls(**made)
+    except ValueError as error:
+        raise Mismatch(str(error)) from None
 
 
 def _fit_anything(value: Any) -> Any:

@@ -48,6 +48,9 @@ def _value(value: Any) -> str:
         return _text(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_value(item) for item in value) + "]"
+    if dataclasses.is_dataclass(value):  # in a list: what is None there is the default
+        fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return _value({name: item for name, item in fields if item is not None and item != {}})
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
     return repr(value)
