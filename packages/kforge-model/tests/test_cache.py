@@ -100,6 +100,12 @@ def test_user_errors() -> None:
     cache = KVCache(config, 6, chunk=4)
     with pytest.raises(ValueError, match="made for chunk = 4"):
         cache.begin(2, 5, "cpu", torch.float32)
+    for batch, seq in ((0, 1), (2, 0)):
+        with pytest.raises(ValueError, match=f"{batch} rows of {seq} tokens leave nothing to continue"):
+            cache.begin(batch, seq, "cpu", torch.float32)
+    for padding, words in (([-1, 0], "must lie in 0 .. 2"), ([0, 3], "must lie in 0 .. 2"), ([0.5, 1.0], "float32")):
+        with pytest.raises(ValueError, match=words):
+            KVCache(config, 3, padding=torch.tensor(padding))
     cache.begin(2, 4, "cpu", torch.float32)
     with pytest.raises(ValueError, match="3 rows do not fit a cache of 2 rows"):
         cache.begin(3, 1, "cpu", torch.float32)

@@ -219,3 +219,20 @@ def test_core_can_be_exchanged_and_gets_the_rows_as_they_came() -> None:
     assert [call[0] is rows for call in seen] == [True, True]
     assert seen[0][1:] == ((3, 4, 16, 4), (3, 2, 16, 4), (3, 2, 16, 4))
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("options", [{"softcap": 50.0}, {"with_sinks": True}, {}], ids=["soft-cap", "sinks", "plain"])
+def test_scores_are_not_rounded_to_bfloat16(options: dict[str, Any]) -> None:
+    """Scores up to 60, where bfloat16 has steps of 0.25: what is lost is the rounding of weights and result."""
+    q, k, v = (x.bfloat16() for x in qkv())
+    q, k = q * 5, k * 5
+    sinks = torch.randn(4, dtype=torch.float64) if options.get("with_sinks") else None
+    softcap = options.get("softcap", 0.0)
+    right = reference_core(q, k, v, torch.zeros(3, 16), None, softcap, sinks)
+    mask = core_module.attention_mask(Rows.plain(3, 16), torch.bfloat16)
+    given = {"scale": 8**-0.5, "softcap": softcap, "sinks": sinks}
+    got = core_module.attend_masked(q, k, v, mask, **given)
+    assert (got.double() - right).abs().max() < 2**-7 * right.abs().max()
+    weights = core_module.attention_weights_of(q, k, mask, **given)
+    wide = core_module.attention_weights_of(q.double(), k.double(), mask, **given)
+    assert (weights - wide).abs().max() < 1e-4

@@ -225,7 +225,7 @@ def test_modes_come_back(model: Transformer) -> None:
     before = [module.training for module in model.modules()]
     generate(model, torch.zeros(1, 1, dtype=torch.int64), 2)
     assert [module.training for module in model.modules()] == before
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="ids hold 99"):
         generate(model, torch.full((1, 2), 99), 2)
     assert [module.training for module in model.modules()] == before
 
@@ -253,3 +253,36 @@ def test_user_errors(model: Transformer) -> None:
         generate(model, prompt, 1)
     with pytest.raises(TypeError, match="eos_id"):
         generate(model, prompt, 1, eos_id=3)  # type: ignore[call-overload]
+
+
+@torch.no_grad()
+def test_after_an_error_the_cache_is_as_it_was(any_model: Transformer) -> None:
+    """Out of memory in the last layer, say: the same tokens fed again give what they would have given."""
+    ids = torch.randint(37, (2, 12))
+    full = any_model(ids)
+    cache = KVCache(any_model.config, 12, chunk=6)
+    any_model(ids[:, :6], cache=cache)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    handle = any_model.layers["2"].mlp.register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        any_model(ids[:, 6:], cache=cache)
+    handle.remove()
+    for wrong in ({"rows": Rows.plain(2, 1)}, {"labels": ids[:, :1], "scale": 1.0}):
+        with pytest.raises(ValueError, match="and cache exclude one another"):
+            any_model(ids[:, :1], cache=cache, **wrong)
+    assert cache.length == 6
+    assert (any_model(ids[:, 6:], cache=cache)[:, 0] - full[:, -1]).abs().max() < 1e-12
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model_or_dtype_is_refused(model: Transformer) -> None:
+    ids = torch.randint(37, (2, 6))
+    with pytest.raises(ValueError, match=r"made for another config; make it with KVCache\(model\.config, …\)"):
+        model(ids, cache=KVCache(build("window").config, 20))
+    cache = KVCache(model.config, 20)
+    model(ids, cache=cache)
+    with pytest.raises(ValueError, match=r"holds torch\.float64 on cpu, and is given torch\.float32 on cpu"):
+        model.float()(ids, cache=cache)

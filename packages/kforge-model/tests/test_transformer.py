@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -443,7 +444,7 @@ def test_learns_the_next_token_and_not_the_one_after() -> None:
     assert abs(loss - usual) < 1e-5
 
 
-@pytest.mark.parametrize("how", ["plain", "meta", "to", "deepcopy", "load"])
+@pytest.mark.parametrize("how", ["plain", "meta", "to", "deepcopy", "pickle", "load", "assign"])
 def test_tied_weights_stay_one(how: str) -> None:
     if how == "meta":
         with torch.device("meta"):
@@ -457,6 +458,10 @@ def test_tied_weights_stay_one(how: str) -> None:
             model = model.to(torch.bfloat16).double()
         elif how == "deepcopy":
             model = copy.deepcopy(model)
+        elif how == "pickle":
+            model = pickle.loads(pickle.dumps(model))
+        elif how == "assign":
+            model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
         elif how == "load":
             model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
     assert model.head is not None and model.embed is not None
@@ -649,3 +654,98 @@ def test_user_errors() -> None:
         model(torch.zeros(1, 8, dtype=torch.int64), Rows.plain(1, 9))
     with pytest.raises(ValueError, match="scale"):
         model(torch.zeros(1, 8, dtype=torch.int64), labels=torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_inputs_that_do_not_fit() -> None:
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    padded = Transformer(config_of("padded"))
+    assert padded.config.vocab_rows == 64
+    for value in (-1, 53, 63, 64, 2**40):
+        with pytest.raises(ValueError, match=rf"ids hold {value}, which is no token: they must lie in 0 \.\. 52;"):
+            padded(ids.index_fill(1, torch.tensor(3), value))
+    with pytest.raises(ValueError, match=r"ids came as torch\.float32, and must be int64 \(or int32\)"):
+        padded(ids.float())
+    for wrong in (ids[0], ids[None]):
+        with pytest.raises(ValueError, match=r"must be \[rows, tokens\]; one row is ids\[None\]"):
+            padded(wrong)
+    with pytest.raises(ValueError, match=r"labels of shape \(2, 7\) do not fit an input of \(2, 8\)"):
+        padded(ids, labels=ids[:, 1:], scale=1.0)
+    with pytest.raises(ValueError, match=r"scale = 0\.5 weighs a loss, and there are no labels"):
+        padded(ids, scale=0.5)
+    later = padded.stage(first=False, layers=[1, 2], last=True)
+    for states in (ids, torch.zeros(2, 8, 23), torch.zeros(2, 24)):
+        with pytest.raises(ValueError, match=r"this stage takes hidden states \[rows, tokens, 24\]"):
+            later(states)
+    further = Transformer(config_of("further"))
+    with pytest.raises(ValueError, match=r"a scale of shape \(2, 8\) weighs tokens by themselves, and mtp_depth = 2"):
+        further(ids, labels=ids, scale=torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("name", ["untied", "further", "experts-losses", "sinks"])
+def test_ids_in_32_bits_and_of_any_strides_are_the_same(name: str) -> None:
+    model = make(config_of(name))
+    ids, labels, rows, _ = batch(True)
+    right = model(ids, rows, labels, 0.1)
+    for change in (Tensor.int, lambda t: t.t().contiguous().t()):
+        loss, nll = model(change(ids), rows, change(labels), 0.1)
+        assert torch.equal(loss, right[0]) and torch.equal(nll, right[1])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
+def test_no_rows_and_no_tokens(name: str, shape: tuple[int, int]) -> None:
+    """A rank's part of a batch may be empty: loss and gradients are 0, and every parameter has one."""
+    model = make(config_of(name))
+    ids = torch.zeros(shape, dtype=torch.int64)
+    assert model(ids).shape == (*shape, 53)
+    loss, nll = model(ids, labels=ids, scale=0.1)
+    loss.backward()
+    assert loss == 0 and nll.shape == shape
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("loss", ["linear_cross_entropy", "cross_entropy"])
+@pytest.mark.parametrize("name", ["untied", "further", "experts-losses", "experts-batch"])
+def test_a_batch_without_labels_weighs_nothing(name: str, loss: str) -> None:
+    """1 / 0 scored tokens is an infinite scale."""
+    model = make(config_of(name, loss=loss, z_loss=0.1, label_smoothing=0.1))
+    ids, labels, rows, _ = batch(True)
+    total, nll = model(ids, rows, torch.full_like(labels, -100), 1 / torch.tensor(0.0))
+    total.backward()
+    assert total == 0 and not nll.any()
+    assert not any(p.grad is not None and (p.grad != 0).any() for p in model.parameters())  # NaN is not 0
+
+
+@pytest.mark.parametrize("name", ["untied", "window", "soft-caps", "sinks", "latent", "further", "experts-all"])
+def test_autocast_stays_near(name: str) -> None:
+    """Under torch.autocast the products are in bfloat16: the bound is that of a model of that dtype."""
+    model = make(config_of(name), torch.float32).eval()
+    ids, labels, rows, docs = batch(True)
+    right = Reference({n: t.double() for n, t in model.state_dict().items()}, model.config, docs).logits(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids, rows)
+        loss, nll = model(ids, rows, labels, 0.05)
+    assert (logits.double() - right).abs().max() <= 0.1 * right.abs().max()
+    assert loss.dtype == nll.dtype == torch.float32
+    loss.backward()
+    found = flat_gradient(model)
+    model.zero_grad()
+    model(ids, rows, labels, 0.05)[0].backward()
+    exact = flat_gradient(model)
+    assert found.dtype == torch.float32
+    assert (found - exact).norm() <= 0.1 * exact.norm()
+
+
+def flat_gradient(model: Transformer) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", ["tied", "further", "experts-sigmoid", "geglu_tanh", "relu2"])
+def test_a_copy_and_a_pickle_are_the_model(name: str) -> None:
+    model = make(config_of(name))
+    ids, labels, rows, _ = batch(True)
+    model(ids, rows, labels, 0.1)[0].backward()  # what training leaves behind is copied or left out, and no hindrance
+    right = model(ids, rows)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.state_dict().keys() == model.state_dict().keys()
+        assert torch.equal(again(ids, rows), right)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kforge_model.config import ModelConfig
+from kforge_model.inputs import INDEX_DTYPES, at_hand
 from kforge_model.rows import Rows
 
 
@@ -46,11 +47,17 @@ class LayerCache:
         """Store k [B,KV,S,Dk] and v [B,KV,S,Dv] at ``slots`` [S] (`CachedRows.slots`), in place.
 
         Returns the whole buffers, [B,KV,C,Dk] and [B,KV,C,Dv]: `CachedRows.masks` says what of them is to be seen.
+        Raises ValueError when dtype or device are others than before.
         """
         if self._keys is None or self._values is None:
             # Zeros, not whatever lay there: a slot that is masked has weight 0, and 0 times NaN is NaN.
             self._keys = k.new_zeros((*k.shape[:2], self.columns, k.shape[3]))
             self._values = v.new_zeros((*v.shape[:2], self.columns, v.shape[3]))
+        if (k.dtype, k.device) != (self._keys.dtype, self._keys.device):
+            raise ValueError(
+                f"the cache holds {self._keys.dtype} on {self._keys.device}, and is given {k.dtype} on {k.device}; "
+                "make a new one after the model was cast or moved"
+            )
         self._keys.index_copy_(2, slots, k.detach())
         self._values.index_copy_(2, slots, v.detach())
         return self._keys, self._values
@@ -81,8 +88,13 @@ class KVCache:
             raise ValueError(f"capacity = {capacity} must be at least 1 token")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk = {chunk} must be at least 1 token")
-        if padding is not None and padding.ndim != 1:
-            raise ValueError(f"padding of shape {tuple(padding.shape)} must be [rows]: one count a row")
+        if padding is not None:
+            if padding.ndim != 1:
+                raise ValueError(f"padding of shape {tuple(padding.shape)} must be [rows]: one count a row")
+            if padding.dtype not in INDEX_DTYPES:
+                raise ValueError(f"padding came as {padding.dtype}, and must be int64 (or int32): columns are counted")
+            if at_hand(padding) and not 0 <= int(padding.min()) <= int(padding.max()) < capacity:
+                raise ValueError(f"padding = {padding.tolist()} must lie in 0 .. {capacity - 1}, below the capacity")
         self.config = config
         self.capacity = capacity
         self.chunk = capacity if chunk is None else min(chunk, capacity)
@@ -112,8 +124,10 @@ class KVCache:
         """Make room for ``seq`` more columns of ``batch`` rows and say where they go and what they see.
 
         The model calls it once a forward pass, before its blocks. dtype is that of the masks. Raises ValueError when
-        the tokens do not fit or the number of rows is another than before. Does not wait for the device.
+        there are none, they do not fit, or the number of rows is another than before. Does not wait for the device.
         """
+        if batch < 1 or seq < 1:
+            raise ValueError(f"{batch} rows of {seq} tokens leave nothing to continue; feed at least one token")
         start, end = self.length, self.length + seq
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens, {end} were asked of it; make it longer")

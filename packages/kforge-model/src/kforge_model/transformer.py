@@ -17,6 +17,7 @@ from kforge_model.config import ModelConfig
 from kforge_model.flops import model_shape
 from kforge_model.head_loss import HeadLoss
 from kforge_model.init import fill_, init_normal_
+from kforge_model.inputs import check_indices
 from kforge_model.linear import StackedLinear
 from kforge_model.moe.balance import Reduce, bias_rate, bias_step, ratios
 from kforge_model.moe.experts import known_mlp
@@ -83,6 +84,7 @@ class Transformer(nn.Module):
         self.tie()
         self.register_state_dict_post_hook(_drop_tied_head)
         self.register_load_state_dict_pre_hook(_restore_tied_head)
+        self.register_load_state_dict_post_hook(_tie_again)
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights(0)
@@ -292,7 +294,7 @@ class Transformer(nn.Module):
         scale: Tensor | float | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """x: token ids [B,S] int64 on the first stage, hidden states [B,S,D] after it.
+        """x: token ids [B,S] int64 (or int32) on the first stage, hidden states [B,S,D] after it.
 
         rows: positions and documents (``Rows`` or any object with its attributes); None: plain rows.
         labels [B,S] int64, already shifted, -100 where not scored, with scale: returns (Σ scale * nll, nll [B,S]), as
@@ -302,18 +304,67 @@ class Transformer(nn.Module):
         cache: x follows the tokens in it, which are plain rows, and only the last token's logits [B,1,V] come back.
 
         Computes in the dtype of the weights; norms, rotations and log-sum-exp in float32 or wider. Never waits for
-        the device.
+        the device. Raises ValueError for what does not fit; for ids and labels that are no tokens on the CPU only,
+        where they can be read. After an error the cache is as it was.
         """
-        batch, seq = x.shape[:2]
+        self._check(x, rows, labels, scale, cache)
         before = 0 if cache is None else cache.length
-        if before + seq > self.config.max_seq_len:
-            raise ValueError(f"{before + seq} tokens exceed max_seq_len = {self.config.max_seq_len}")
-        if rows is not None and cache is not None:
-            raise ValueError("rows and cache exclude one another: cached rows are plain, their positions follow")
+        try:
+            return self._run(x, rows, labels, scale, cache)
+        except BaseException:
+            if cache is not None:
+                cache.length = before  # the same call again finds the cache as this one did
+            raise
+
+    def _check(
+        self,
+        x: Tensor,
+        rows: Rows | None,
+        labels: Tensor | None,
+        scale: Tensor | float | None,
+        cache: KVCache | None,
+    ) -> None:
+        """Raise ValueError for arguments of `forward` that do not fit the model or one another."""
+        config = self.config
+        if self.embed is not None:
+            if x.ndim != 2:
+                raise ValueError(f"ids of shape {tuple(x.shape)} must be [rows, tokens]; one row is ids[None]")
+            check_indices("ids", x, config.vocab_size)
+        elif x.ndim != 3 or x.shape[2] != config.dim or not x.is_floating_point():
+            raise ValueError(
+                f"this stage takes hidden states [rows, tokens, {config.dim}] of the stage before, not {x.dtype} of "
+                f"shape {tuple(x.shape)}"
+            )
+        shape = tuple(x.shape[:2])
+        tokens = shape[1] + (0 if cache is None else cache.length)
+        if tokens > config.max_seq_len:
+            raise ValueError(f"{tokens} tokens exceed max_seq_len = {config.max_seq_len}")
+        if cache is not None:
+            if rows is not None:
+                raise ValueError("rows and cache exclude one another: cached rows are plain, their positions follow")
+            if labels is not None:
+                raise ValueError("labels and cache exclude one another: a cache gives the last token's logits only")
+            if cache.config != config:
+                raise ValueError("the cache was made for another config; make it with KVCache(model.config, …)")
+        if rows is not None and tuple(rows.position_ids.shape) != shape:
+            raise ValueError(f"rows of {tuple(rows.position_ids.shape)} tokens do not fit an input of {shape}")
+        if labels is not None and tuple(labels.shape) != shape:
+            raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit an input of {shape}")
+        if labels is None and scale is not None:
+            raise ValueError(f"scale = {scale} weighs a loss, and there are no labels; give them, or leave scale out")
+
+    def _run(
+        self,
+        x: Tensor,
+        rows: Rows | None,
+        labels: Tensor | None,
+        scale: Tensor | float | None,
+        cache: KVCache | None,
+    ) -> Any:
+        """`forward`, once its arguments are known to fit."""
+        batch, seq = x.shape[:2]
         if rows is None and cache is None:
             rows = Rows.plain(batch, seq, x.device)
-        if rows is not None and tuple(rows.position_ids.shape) != (batch, seq):
-            raise ValueError(f"rows of {tuple(rows.position_ids.shape)} tokens do not fit an input of {(batch, seq)}")
         further = self.config.mtp_depth if labels is not None and self.training else 0
 
         embedded: list[Tensor] = []
@@ -355,6 +406,11 @@ class Transformer(nn.Module):
         assert self.norm is not None and self.head is not None and labels is not None
         if scale is None:
             raise ValueError("labels need a scale: 1 / scored tokens of the whole global batch")
+        if isinstance(scale, Tensor) and scale.ndim:
+            raise ValueError(
+                f"a scale of shape {tuple(scale.shape)} weighs tokens by themselves, and mtp_depth = "
+                f"{self.config.mtp_depth} trains on each token more than once; pass one scale, or set mtp_depth to 0"
+            )
         states, depth = [self.norm(h)], self.config.mtp_depth
         for module, later in zip(cast(Iterable[NextToken], self.mtp.values()), embedded, strict=True):
             states.append(module(states[-1], later, rotary[module.block.attn.window], rows))
@@ -443,6 +499,7 @@ def _with_scale(rows: Rows, scale: Tensor | float, like: Tensor) -> Rows:
     """The rows, whatever they are, with what a token weighs in the loss."""
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    scale = scale.masked_fill(scale.isinf(), 0)  # 1 / 0: nothing is scored, so nothing weighs
     rows = copy.copy(rows)
     object.__setattr__(rows, "scale", scale)  # a dataclass may be frozen; this one is a copy
     return rows
@@ -470,3 +527,9 @@ def _restore_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *_
     assert isinstance(module, Transformer)
     if module.tied and prefix + "embed.weight" in state:
         state.setdefault(prefix + "head.weight", state[prefix + "embed.weight"])
+
+
+def _tie_again(module: nn.Module, _: Any) -> None:
+    """load_state_dict(assign=True) makes a parameter of its own for each name."""
+    assert isinstance(module, Transformer)
+    module.tie()
