@@ -23,8 +23,20 @@ _SEPARATE = re.compile(
 )
 
 
+def check_whole(state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor of which each rank has a part (a DTensor)."""
+    for name, tensor in state.items():
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}, spread over ranks, and whole tensors are wanted; gather each on "
+                "every rank, {name: tensor.full_tensor() …}, or load a checkpoint into a model on one process"
+            )
+
+
 def separate(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The state dict of a `Transformer` -> the same with separate matrices. Plain tensors, whole."""
+    """The state dict of a `Transformer` -> the same with separate matrices. Plain tensors, whole; raises ValueError for
+    others."""
+    check_whole(state)
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         match = _FUSED.fullmatch(name)

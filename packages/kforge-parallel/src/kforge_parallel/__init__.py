@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kforge_parallel.compile import compile_blocks as compile_blocks
     from kforge_parallel.config import ParallelConfig as ParallelConfig
     from kforge_parallel.fsdp import full_parameters as full_parameters
+    from kforge_parallel.fsdp import full_state as full_state
     from kforge_parallel.fsdp import set_last_microbatch as set_last_microbatch
     from kforge_parallel.layout import LAYOUT_CLASSES as LAYOUT_CLASSES
     from kforge_parallel.layout import check_layout as check_layout
@@ -51,6 +52,7 @@ _HOME = {
     "expand_hosts": "world",
     "find_world": "world",
     "full_parameters": "fsdp",
+    "full_state": "fsdp",
     "launch": "world",
     "mesh_table": "picture",
     "parallelize": "build",

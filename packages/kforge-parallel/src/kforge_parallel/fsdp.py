@@ -174,8 +174,15 @@ def set_last_microbatch(model: nn.Module, last: bool) -> None:
 
 @torch.no_grad()
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter in full, on the CPU, on every rank. Collective; for tests, exports and small models."""
+    """Every parameter in full, on the CPU, on every rank. Collective; for tests and small models."""
     return {name: full(parameter).cpu() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, buffers included, with every tensor in full, on the CPU, on every rank: what is exported.
+    Collective."""
+    return {name: full(tensor).cpu() for name, tensor in model.state_dict().items()}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

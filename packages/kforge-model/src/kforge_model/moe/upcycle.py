@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kforge_model.checks import OF_EXPERTS
 from kforge_model.config import ModelConfig
+from kforge_model.exchange import check_whole
 from kforge_model.transformer import Transformer
 
 
@@ -27,9 +28,11 @@ def upcycle(
     token's experts sum to 1 (router_norm, router_scale = 1) and none is dropped.
 
     Plain tensors, whole; they keep dtype and device, and what is not copied is the given tensor. Raises ValueError for
-    configs that differ in more, an expert_dim that is not dense's ffn_dim, and names or shapes that are not of dense.
+    other tensors, configs that differ in more, an expert_dim that is not dense's ffn_dim, and names or shapes that are
+    not of dense.
     """
     _check(dense, moe)
+    check_whole(state)
     state = dict(state)
     if dense.tie_embeddings:
         state.pop("head.weight", None)
