@@ -60,7 +60,8 @@ def test_cuda_equals_cpu_in_float64(name: str) -> None:
         torch.testing.assert_close(mine.cpu(), other, rtol=1e-10, atol=1e-10)
 
 
-def test_adamw_bit_equal_to_torch_fused() -> None:
+def test_adamw_follows_torch_fused() -> None:
+    """Not bit for bit: torch's kernel has float64 in between, ours has not."""
     ours, theirs = tiny(torch.float32).cuda(), tiny(torch.float32).cuda()
     optimizer = build_optimizer(ours, OptimConfig(lr=0.01, weight_decay=0.0, schedule="none"), 10)
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
@@ -71,7 +72,8 @@ def test_adamw_bit_equal_to_torch_fused() -> None:
             other.grad = mine.grad.clone()
         optimizer.step(scale=torch.ones((), device="cuda"), gate=torch.ones((), device="cuda"))
         reference.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
 def test_muon_takes_bfloat16_iterations() -> None:

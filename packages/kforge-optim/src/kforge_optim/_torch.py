@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 
@@ -61,12 +63,21 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``, as DCP does for its own plans.
     Raises ValueError for a shard that is no box of the whole.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(tensor.to_local().shape) != tuple(shape):
+    offset, shape = _box(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(tensor.to_local().shape) != shape:
         raise ValueError(
             f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} holds "
-            f"{tuple(tensor.to_local().shape)} on this rank where {tuple(shape)} was computed: no box of the whole"
+            f"{tuple(tensor.to_local().shape)} on this rank where {shape} was computed: no box of the whole"
         )
-    return tuple(offset)
+    return offset
+
+
+@lru_cache(maxsize=4096)
+def _box(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of this rank's part; asked for in each step, so remembered."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(offset), tuple(local_shape)

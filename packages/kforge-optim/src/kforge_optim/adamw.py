@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -60,11 +64,17 @@ class AdamW:
 
     def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
         """One step; see `Algorithm.update`. With ``scale`` torch's kernel leaves the scaled gradient in ``.grad``."""
+        kernel = _kernel() if slots[0].parameter.is_cuda else None
+        others = slots
+        if kernel is not None:
+            in_kernel, others = kernel.divide(slots)
+            if in_kernel:
+                kernel.update(in_kernel, self, rates, scale, gate)
         step = _Step(self, rates, scale, gate)
-        as_they_are = [slot for slot in slots if self._torch_takes(slot)]
+        as_they_are = [slot for slot in others if self._torch_takes(slot)]
         if as_they_are:
             step.in_place(as_they_are)
-        for slot in slots:
+        for slot in others:
             if not self._torch_takes(slot):
                 step.in_chunks(slot)
 
@@ -225,6 +235,12 @@ class _Step:
             eps=self.algorithm.eps,
             maximize=False,
         )
+
+
+@cache
+def _kernel() -> ModuleType | None:
+    """`adamw_kernel`, or None where Triton is not installed."""
+    return None if find_spec("triton") is None else import_module("kforge_optim.adamw_kernel")
 
 
 def _count(slots: Sequence[Slot], gate: Tensor | None) -> None:
