@@ -73,6 +73,25 @@ def test_c21_evaluation_and_checkpoints_have_the_average(tokens, tmp_path, stora
         assert loss == pytest.approx(values(tmp_path, "loss", "eval")[4], rel=1e-6)
 
 
+@pytest.mark.parametrize(("world", "storage"), [(1, "fp32"), (2, "fp32"), (2, "split")])
+def test_a_moving_average_is_what_is_evaluated(tokens, tmp_path, world, storage):
+    changes = {"optim__ema_decay": 0.9, "parallel__precision": "bf16", "parallel__storage": storage}
+    config = job(tokens, tmp_path / "average", **changes, train__eval_rows=0)
+    assert run_ranks(train, world, config, init=False) == [0] * world
+    plain = job(tokens, tmp_path / "plain", **{**changes, "optim__ema_decay": 0.0}, train__eval_rows=0)
+    assert run_ranks(train, world, plain, init=False) == [0] * world
+    assert values(tmp_path / "average", "loss") == values(tmp_path / "plain", "loss")  # training knows nothing of it
+    averaged, trained = (values(tmp_path / name, "loss", "eval")[6] for name in ("average", "plain"))
+    assert averaged != pytest.approx(trained, rel=1e-3)
+    assert run_ranks(evaluated, 1, str(tmp_path / "average"), init=False)[0] == pytest.approx(averaged, rel=1e-4)
+
+
+def evaluated(rank, world, run_dir):
+    from kforge_train.evaluate import evaluate_run
+
+    return evaluate_run(run_dir)["loss"]
+
+
 def test_c21_a_run_that_saves_and_evaluates_often_trains_as_one_that_does_not(tokens, tmp_path):
     changes = {"optim__name": "schedule_free", "optim__schedule": "constant", "train__steps": 6}
     often = {"ckpt__every_steps": 1, "train__eval_every_steps": 1}

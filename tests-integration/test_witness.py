@@ -77,6 +77,7 @@ CHANGES = {
     "optim.momentum_phases": '[{"from": 0.5}]',
     "optim.weight_decay_phases": '[{"from": 0.5}]',
     "optim.clip_norm": 0.01,
+    "optim.ema_decay": 0.5,
     "optim.clip_value": 1e-3,
     "ckpt.dir": "elsewhere",
     "ckpt.every_steps": 2,
@@ -148,6 +149,7 @@ BASE = {
     "optim.muon_ns_steps": ({"optim__name": "muon"}, 2),
     "optim.muon_ns_dtype": ({"optim__name": "muon", "parallel__precision": "fp32"}, "bfloat16"),
     "optim.adamw_lr": ({"optim__name": "muon"}, 1e-3),
+    "optim.ema_every_steps": ({"optim__ema_decay": 0.5}, 2),
     "optim.warmup_tokens": ({"optim__warmup_steps": 0}, 600),
     "optim.decay_shape": (WSD, "1-sqrt"),
     "optim.decay_power": ({"optim__schedule": "polynomial"}, 1.0),
@@ -191,6 +193,7 @@ ELSEWHERE = {
     "resilience.nonfinite": "test_abort_ends_all_ranks_with_its_own_code (test_signals.py)",
     "resilience.max_skipped_in_a_row": "test_too_many_skipped_steps_end_the_run",
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
+    "optim.ema_device": "test_it_follows_the_formula_after_accepted_steps (test_ema.py)",
     "ckpt.verify": "test_a_flipped_bit_is_found_by_full_verification (test_faults.py)",
     **dict.fromkeys(
         ["ckpt.init_from", "ckpt.init_step", "ckpt.init_exclude", "ckpt.init_rename", "ckpt.init_partial"],

@@ -90,6 +90,9 @@ CHANGED: dict[str, Any] = {
     "groups": (GroupRule(name="slow", role="embeddings", lr_scale=0.1),),
     "clip_norm": 0.1,
     "clip_value": 0.01,
+    "ema_decay": 0.9,
+    "ema_every_steps": Beside({"ema_decay": 0.9}, 3),
+    "ema_device": Beside({"ema_decay": 0.9}, "cpu"),
     "loss_scale_init": 2.0,
     "loss_scale_growth_steps": 2,
 }
@@ -111,7 +114,10 @@ def _trained(**values: object) -> torch.Tensor:
         if config.qk_clip and step % config.qk_clip_every_steps == 0:  # the scores are the model's business
             optimizer.multiply([("1.weight", torch.full((1, 1), config.qk_clip))])
         scaler.update(torch.isfinite(norm))
-    return torch.cat([scaler.scale[None], *(parameter.detach().flatten() for parameter in model.parameters())])
+    asked = torch.tensor([optimizer.ema is not None and optimizer.ema.device == "cpu"])  # the weights are there as well
+    with optimizer.evaluation_weights():
+        weights = [parameter.detach().flatten() for parameter in model.parameters()]
+        return torch.cat([scaler.scale[None], asked, *weights])
 
 
 def test_law_8_each_field_changes_what_is_trained() -> None:

@@ -57,6 +57,7 @@ OTHER: dict[str, Any] = {
     "optim.muon_variance_beta": 0.9,
     "optim.muon_ns_dtype": "float32",
     "optim.schedule": "wsd",
+    "optim.ema_device": "cpu",
     "optim.adamw_lr": 1e-3,
     "optim.moments": "bf16",
     "optim.betas": [0.8, 0.9],
@@ -84,8 +85,10 @@ YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0, "model.rope_orig
 LLAMA3 = {**YARN, "model.rope_scaling": "llama3"}
 MOE = {"model.n_experts": 4}
 BIAS = {**MOE, "model.router_bias": True}
+EMA = {"optim.ema_decay": 0.9}
 INIT = {"ckpt.init_from": "runs/other"}
 WITH: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["optim.ema_every_steps", "optim.ema_device"], EMA),
     **dict.fromkeys(["ckpt.init_step", "ckpt.init_exclude", "ckpt.init_rename", "ckpt.init_partial"], INIT),
     **dict.fromkeys(["model.moe_pattern", "model.moe_top_k", "model.expert_dim", "model.shared_experts"], MOE),
     **dict.fromkeys(["model.router", "model.router_norm", "model.router_scale", "model.router_groups"], MOE),

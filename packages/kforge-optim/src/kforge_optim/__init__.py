@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kforge_optim.algorithm import register_optimizer as register_optimizer
     from kforge_optim.config import GroupRule as GroupRule
     from kforge_optim.config import OptimConfig as OptimConfig
+    from kforge_optim.ema import Ema as Ema
     from kforge_optim.groups import Group as Group
     from kforge_optim.groups import build_groups as build_groups
     from kforge_optim.groups import groups_table as groups_table
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AdamW": "adamw",
     "Algorithm": "algorithm",
+    "Ema": "ema",
     "Group": "groups",
     "GroupRule": "config",
     "Lion": "lion",

@@ -43,6 +43,16 @@ def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> lis
     return list(torch._foreach_norm(list(tensors), p, dtype=dtype))
 
 
+def laid_out_as(values: Tensor, like: DTensor) -> DTensor:
+    """This rank's ``values`` as a DTensor laid out as ``like``, wherever they lie. Stands in for
+    ``DTensor.from_local``, which moves them to the device of the mesh."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(like.shape, like.stride(), values.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(values, spec, requires_grad=False)
+
+
 def sharded_dim(placement: Placement) -> int | None:
     """The dimension of the tensor that ``placement`` cuts, None for Replicate. Stands in for ``isinstance`` of
     ``Shard``, which ``_StridedShard`` is in some versions of torch only."""

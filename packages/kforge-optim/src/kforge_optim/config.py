@@ -177,6 +177,14 @@ class OptimConfig:
     clip_value: float = 0.0
     """Largest absolute value of an element of the gradient; a larger one is cut to it. The norm is that of before.
     0: no element is cut."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the weights, which evaluation then uses: 0.9999, say. It starts lower,
+    at (1+t)/(10+t) after t moves. 0: no average."""
+    ema_every_steps: int = 1
+    """The average moves once in so many steps, by the same decay each time."""
+    ema_device: str = "same"
+    """Where the average lies: same as the weights, or cpu, in float32 either way. On the CPU it costs a GPU no memory,
+    and a copy each way for each move."""
     loss_scale_init: float = 65536.0
     """What the loss is multiplied by at first, under float16 compute only: a power of two from 1 to 2**24. It halves
     after a step whose gradients are not finite."""
@@ -247,6 +255,17 @@ class OptimConfig:
         read_phases("optim.phases", self.phases, start=self.warmup_steps, default_to=self.min_lr_ratio)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"optim.min_lr_ratio = {self.min_lr_ratio} must lie in [0, 1]")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"optim.ema_decay = {self.ema_decay} must lie in [0, 1)")
+        if self.ema_every_steps < 1:
+            raise ValueError(f"optim.ema_every_steps = {self.ema_every_steps} must be at least 1")
+        if self.ema_device not in ("same", "cpu"):
+            raise ValueError(f"optim.ema_device = {self.ema_device!r} must be same or cpu")
+        for name, unused in (("ema_every_steps", 1), ("ema_device", "same")):
+            if not self.ema_decay and getattr(self, name) != unused:
+                raise ValueError(
+                    f"optim.{name} = {getattr(self, name)} is of the average, and optim.ema_decay = 0 keeps none"
+                )
         if not 1 <= self.loss_scale_init <= 2**24 or math.frexp(self.loss_scale_init)[0] != 0.5:
             raise ValueError(
                 f"optim.loss_scale_init = {self.loss_scale_init} must be a power of two from 1 to 2**24 = 16777216"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from kforge_optim import schedule_free as _schedule_free  # noqa: F401  (registe
 from kforge_optim import split
 from kforge_optim.algorithm import Algorithm, Rates, Slot, SplitAlgorithm, build_algorithm
 from kforge_optim.config import GroupRule, OptimConfig
+from kforge_optim.ema import Ema
 from kforge_optim.groups import (
     Group,
     Rules,
@@ -59,10 +61,12 @@ class Optimizer:
         momentum_schedules: Mapping[str, Schedule] | None = None,
         weight_decay_schedule: Schedule | None = None,
         model: nn.Module | None = None,
+        ema: Callable[[Sequence[Slot]], Ema] | None = None,
     ) -> None:
         """momentum_schedules: name of an algorithm -> its momentum at a step; one that is not there keeps its own.
         weight_decay_schedule: factor of every group's decay at a step; None: 1.
-        model: whose weights these are, where FSDP may have gathered some of them; None: it has not."""
+        model: whose weights these are, where FSDP may have gathered some of them; None: it has not.
+        ema: makes the moving average of the weights in all slots; None: there is none."""
         if storage not in ("fp32", "split", "stochastic"):
             raise ValueError(f"storage = {storage!r} must be fp32, split or stochastic")
         check_owned_once(groups)
@@ -88,6 +92,11 @@ class Optimizer:
                     "weight of 1.0; keep weights in float32 and compute in bfloat16 (FSDP's MixedPrecisionPolicy "
                     "with param_dtype, or autocast)"
                 )
+        self.ema = None if ema is None else ema(list(self._all_slots()))
+        """The moving average of the weights, a state of its own to save; None without ``optim.ema_decay``."""
+        averaging = [name for name, rule in self._algorithms.items() if hasattr(rule, "evaluation_weight")]
+        if self.ema is not None and averaging:
+            raise ValueError(f"optim.ema_decay: {averaging[0]} evaluates an average already; set it to 0")
         if storage != "fp32" and not any(self._is_narrow(slot) for slot in self._all_slots()):
             raise ValueError(
                 f"storage = {storage!r} keeps weights in bfloat16 parameters, but no trainable parameter is bfloat16; "
@@ -124,6 +133,8 @@ class Optimizer:
                 "a step within evaluation_weights(): leave it first, so that the trained weights are back"
             )
         self.init_state()
+        if self.ema is not None:
+            self.ema.before_step()
         rates = self.rates()
         self.schedule_step += 1
         scale, gate = _scalar("scale", scale), _scalar("gate", gate)
@@ -155,6 +166,9 @@ class Optimizer:
                         else:
                             key = noise_key(self.seed, rates[group.name].step, slot.name)
                             split.store_rounded(slot, local(wide.parameter), key)
+
+        if self.ema is not None:
+            self.ema.after_step(self.schedule_step, gate)
 
     def zero_grad(self) -> None:
         """Drop all gradients (``.grad = None``)."""
@@ -271,7 +285,7 @@ class Optimizer:
             for kind, tensor in kept.items():
                 copy_into(tensor, saved[name][kind])
             if "trained" in saved[name] and "trained" not in kept:
-                self._write(slot, local_part(saved[name]["trained"], slot.parameter))
+                split.write(slot, local_part(saved[name]["trained"], slot.parameter))
         self.schedule_step = int(state_dict["schedule_step"])
 
     @contextmanager
@@ -288,9 +302,10 @@ class Optimizer:
     @contextmanager
     def checkpoint_form(self) -> Iterator[bool]:
         """Within it model and optimizer hold what a checkpoint of both is made of: kforge-ckpt's Checkpointer enters it
-        to save and to restore. The model's part are the weights of `evaluation_weights`, so that whoever reads it gets
-        those; the optimizer's has the trained ones. Yields whether there are any averages."""
-        with self._averages_shown(True):
+        to save and to restore. Where an algorithm averages, the model's part are the weights of `evaluation_weights`,
+        so that whoever reads it gets those, and the optimizer's has the trained ones. An `ema` is a part of its own,
+        beside the trained weights in the model's. Yields whether the model holds averages."""
+        with self._averages_shown(self.ema is None):
             yield bool(self._held)
 
     @contextmanager
@@ -311,14 +326,14 @@ class Optimizer:
                 for slot, average in self._averages():
                     split_ = slot.remainder is not None
                     self._held[slot.name] = split.full_weight(slot) if split_ else slot.parameter.detach().clone()
-                    self._write(slot, average)
+                    split.write(slot, average)
             except BaseException:
                 self._show(False)
                 raise
         elif not averages and self._held is not None:
             for slot in self._all_slots():
                 if slot.name in self._held:
-                    self._write(slot, local(self._held[slot.name]))
+                    split.write(slot, local(self._held[slot.name]))
             self._held = None
         else:
             return
@@ -326,20 +341,18 @@ class Optimizer:
             drop_gathered(self._model)
 
     def _averages(self) -> Iterator[tuple[Slot, Tensor]]:
-        """Slots whose algorithm has an ``evaluation_weight``, in any storage, and that: this rank's part of it."""
+        """Slots with an average, in any storage, and that: this rank's part of it. It is the moving one, once it has
+        begun, or the ``evaluation_weight`` of an algorithm."""
+        if self.ema is not None and self.ema.started:
+            averages = self.ema.weights()
+            for slot in self._all_slots():
+                yield slot, local(averages[slot.name])
         for group in self.groups:
             average = getattr(self._algorithms[group.algorithm], "evaluation_weight", None)
             if average is not None:
                 self.init_state()
                 for slot in self._slots[group.name]:
                     yield slot, average(split.whole(slot))
-
-    def _write(self, slot: Slot, full: Tensor) -> None:
-        """This rank's part of a weight at full precision into the parameter, or into its two halves."""
-        if slot.remainder is None:
-            local(slot.parameter).copy_(full)
-        else:
-            split.store(slot, full)
 
     def full_weight(self, name: str) -> Tensor:
         """The weight called ``name`` at full precision, detached, with the placement of the parameter.
@@ -487,7 +500,14 @@ def build_optimizer(
         momentum_schedules=momenta,
         weight_decay_schedule=build_weight_decay_schedule(config, total_steps),
         model=model,
+        ema=_ema_of(config),
     )
+
+
+def _ema_of(config: OptimConfig) -> Callable[[Sequence[Slot]], Ema] | None:
+    if not config.ema_decay:
+        return None
+    return partial(Ema, decay=config.ema_decay, every_steps=config.ema_every_steps, device=config.ema_device)
 
 
 def _optimizers_of(rules: Iterable[GroupRule]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -62,9 +62,17 @@ def full_weight(slot: Slot) -> Tensor:
 def store(slot: Slot, full: Tensor) -> None:
     """Write ``full``, float32 and of this rank, into the two halves of a slot."""
     assert slot.remainder is not None
-    high, low = split_float32(full)
+    high, low = split_float32(full.to(slot.parameter.device))
     local(slot.parameter).copy_(high)
     local(slot.remainder).copy_(low)
+
+
+def write(slot: Slot, full: Tensor) -> None:
+    """Write ``full``, this rank's part of a weight at full precision, into the parameter, or into its two halves."""
+    if slot.remainder is None:
+        local(slot.parameter).copy_(full)
+    else:
+        store(slot, full)
 
 
 def whole(slot: Slot) -> Slot:

@@ -24,12 +24,10 @@ def sample(
     step: int | None = None,
 ) -> str:
     """The prompt and what the run's newest weights (or those of ``step``) make of it, on one device."""
-    from kforge_ckpt import Checkpointer
     from kforge_data import Tokenizer
     from kforge_model import Transformer, build_model, generate
     from kforge_parallel import choose_device, find_world
-    from kforge_train.build import checkpoint_dir
-    from kforge_train.saved import load_run
+    from kforge_train.saved import fill_model, load_run
 
     config = load_run(run_dir)
     with torch.device("meta"):
@@ -42,8 +40,7 @@ def sample(
     device = choose_device(config.parallel, replace(find_world({}), local_rank=0))
     model.to_empty(device=device)
     model.init_weights(config.train.seed)  # ties, and what no checkpoint holds
-    if Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step) is None:
-        raise ConfigError(f"{checkpoint_dir(config)} holds no committed checkpoint yet")
+    fill_model(config, model, step)
     if tokenizer.vocab_size < config.model.vocab_size:  # rows of the head that no token belongs to
 
         def only_tokens(module: nn.Module, _: Any, logits: torch.Tensor) -> torch.Tensor:

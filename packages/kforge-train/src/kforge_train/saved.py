@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from kforge_ckpt import Checkpointer
+from kforge_ckpt import Checkpointer, Fit
+from kforge_optim.groups import clean_name
 from kforge_parallel import Mesh, ParallelConfig, check_layout
 from kforge_train.build import build_model, checkpoint_dir
 from kforge_train.config import JobConfig
@@ -119,8 +120,31 @@ def fit_layout(config: ParallelConfig, world_size: int) -> ParallelConfig:
 def restore_weights(config: JobConfig, mesh: Mesh, step: int | None = None) -> tuple[nn.Module, int]:
     """The run's model on ``mesh`` with the weights of ``step`` (None: the newest), and that step."""
     model = build_model(config, mesh)
+    return model, fill_model(config, model, step)
+
+
+def fill_model(config: JobConfig, model: nn.Module, step: int | None = None) -> int:
+    """Fill a model with the weights that a run evaluates, those of ``step`` (None: the newest), and return that step:
+    the moving average of the weights, where the run keeps one. Dtypes may differ. Raises ConfigError where there is no
+    checkpoint."""
+    source = Checkpointer(checkpoint_dir(config))
     with config_errors():
-        at = Checkpointer(checkpoint_dir(config)).restore({"model": model}, step=step)
-    if at is None:
-        raise ConfigError(f"{checkpoint_dir(config)} holds no committed checkpoint yet")
-    return model, at
+        at = source.restore({"model": model}, step=step, fit=Fit(cast=True))
+        if at is None:
+            raise ConfigError(f"{checkpoint_dir(config)} holds no committed checkpoint yet")
+        if config.optim.ema_decay:
+            source.restore({"ema": _Average(model)}, step=at, fit=Fit(exclude=(r"^ema\.moves$",), cast=True))
+    return at
+
+
+class _Average:
+    """A model's parameters as those of a moving average, to be filled in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = {clean_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is left to do."""

@@ -49,7 +49,9 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint holds, by name."""
         job = self.job
+        averages = {} if job.optimizer.ema is None else {"ema": job.optimizer.ema}
         return {
+            **averages,
             "model": job.model,
             "optim": job.optimizer,
             "loader": job.loader,
