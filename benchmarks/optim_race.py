@@ -43,6 +43,8 @@ WARMUP_SHARE = 0.05
 RACERS: dict[str, tuple[dict[str, Any], tuple[float, float, float]]] = {
     "adamw": ({"optim.name": "adamw"}, (2e-3, 5e-3, 1e-2)),
     "muon": ({"optim.name": "muon", "optim.adamw_lr": 5e-3}, (1e-2, 2e-2, 4e-2)),
+    "lion": ({"optim.name": "lion", "optim.weight_decay": 0.5}, (5e-4, 1e-3, 2e-3)),
+    "adamax": ({"optim.name": "torch.optim.Adamax"}, (5e-3, 1e-2, 2e-2)),
     "schedule_free": ({"optim.name": "schedule_free", "optim.schedule": "constant"}, (5e-3, 1e-2, 2e-2)),
 }
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b")

@@ -104,6 +104,6 @@ def test_the_race_of_optimizers_runs(tokens, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = check_form(tmp_path / "optim_race.json", "optim_race")
-    assert {row.split()[0] for row in rows} == {"adamw", "muon", "schedule_free"}
+    assert {row.split()[0] for row in rows} == {"adamw", "muon", "lion", "adamax", "schedule_free"}
     assert all(list(row["parts"]["heldout_loss"]) == ["1", "2", "3", "4"] for row in rows.values())
     assert (tmp_path / "optim_race.png").read_bytes().startswith(b"\x89PNG")
