@@ -7,7 +7,7 @@ and t the tokens, depth k computes (equations 21 to 23)
     h^k_i = norm_k(Block_k(P_k [norm(h^(k-1)_i) ; norm(E(t_(i+k)))]))        predicts t_(i+k+1), by the shared head
 
 The report leaves open on which side of a norm h^(k-1) is taken. The published weights are read here as transformers
-5.24 (`MtpModel`), Megatron-LM and SGLang read them: after it, at every depth, so that h^k is what the head reads, too.
+5.24 (`MtpModel`) reads them: after it, at every depth, so that h^k is what the head reads, too.
 
 The loss is the main loss + weight · mean over k of Σ_i scale · nll^k_i, its equation 25 with the sum over tokens that
 every loss here has: microbatches and ranks add up. What would cross the end of a document or row is not scored, and
