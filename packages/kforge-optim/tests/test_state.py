@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -111,3 +112,31 @@ def test_law_3_saved_loaded_and_gone_on(world: int, then: int) -> None:
         for key, tensor in flat(end).items():
             difference = float((flat(gone_on)[key] - tensor).abs().max())
             assert difference <= 1e-10 * float(tensor.abs().max()), (name, key, difference)
+
+
+def peak_of_loading(rank: int, world: int, name: str) -> tuple[float, float]:
+    """Bytes that loading adds to this process at its peak, and bytes of the state that is loaded."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    optimizer = build_optimizer(model, config(name), STEPS)
+    kept = optimizer.state_dict()
+    copy = {key: {kind: tensor.clone() for kind, tensor in state.items()} for key, state in kept["state"].items()}
+    optimizer.load_state_dict({**kept, "state": copy})  # whatever is made once is made
+    nbytes = sum(tensor.numel() * tensor.itemsize for state in copy.values() for tensor in state.values())
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the highest mark of resident memory begins anew
+    before = resident("VmRSS")
+    optimizer.load_state_dict({**kept, "state": copy})
+    return resident("VmHWM") - before, nbytes
+
+
+def resident(kind: str) -> float:
+    with open("/proc/self/status") as file:
+        return next(1024.0 * float(line.split()[1]) for line in file if line.startswith(kind))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the highest mark of memory is Linux's to tell")
+@pytest.mark.parametrize("name", ["adamw", "muon", "torch.optim.Adamax"])
+def test_loading_takes_no_second_copy_of_the_state(name: str) -> None:
+    ((added, nbytes),) = run_ranks(peak_of_loading, 1, name, init=False)
+    assert nbytes >= 16 * 4 * 2**20
+    assert added < 0.25 * nbytes
