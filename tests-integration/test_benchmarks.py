@@ -107,3 +107,15 @@ def test_the_race_of_optimizers_runs(tokens, tmp_path):
     assert {row.split()[0] for row in rows} == {"adamw", "muon", "lion", "adamax", "schedule_free"}
     assert all(list(row["parts"]["heldout_loss"]) == ["1", "2", "3", "4"] for row in rows.values())
     assert (tmp_path / "optim_race.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_benchmark_of_optimizers_runs_on_a_cpu(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "optim.py"), "--turns", "1", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "optim_cpu.json", "optim_cpu")
+    kept = {name: row["value"] for name, row in rows.items() if row["unit"] == "bytes"}
+    for name, nbytes in (("adamw", 12), ("adamw, split, bf16 moments", 8), ("adamw, split", 12), ("lion", 8)):
+        assert kept[f"{name}: bytes a parameter"] == pytest.approx(nbytes, rel=1e-3)
+    assert 6 < kept["adamw, split, 8-bit moments: bytes a parameter"] < 6.1
+    assert rows["torch.optim.AdamW(fused=True)"]["unit"] == "s"
