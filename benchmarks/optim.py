@@ -1,6 +1,6 @@
 """A step of each optimizer on the same weights: seconds, and the bytes that it keeps, beside torch's own in this run.
 
-The weights are those of a model of Llama's shape, with random gradients: on a GPU 1.2 B parameters, on the CPU few. Each
+The weights are those of a model of Llama's shape, with random gradients: 1.2 B on a GPU, few on the CPU. Each
 is timed in turns with torch's fused AdamW. On a GPU also the target: AdamW over split weights with bf16 moments on the
 8 B list, its bytes read and written over the time, beside the rate of a device copy in the same run.
 
