@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kforge_model import ModelConfig, Transformer, upcycle
+from kforge_model import ModelConfig, Transformer, to_hf, upcycle
 
 DENSE = ModelConfig(vocab_size=53, dim=16, n_layers=3, n_heads=2, ffn_dim=24, init_std=0.3, max_seq_len=64)
 IDS = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(4))
@@ -74,6 +74,21 @@ def test_what_is_kept_and_what_is_copied() -> None:
 def test_configs_that_do_not_fit(dense: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         upcycle({}, replace(DENSE, **dense), replace(DENSE, **changes))
+
+
+class Spread(torch.Tensor):
+    """Says of itself what a DTensor says."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return torch.Tensor(self)
+
+
+def test_parts_of_tensors_are_refused() -> None:
+    state = dict(Transformer(DENSE).state_dict())
+    state["norm.weight"] = state["norm.weight"].as_subclass(Spread)
+    for refuse in (lambda: upcycle(state, DENSE, replace(DENSE, n_experts=4)), lambda: to_hf(state, DENSE)):
+        with pytest.raises(ValueError, match=r"norm.weight is a Spread, spread over ranks.*tensor.full_tensor\(\)"):
+            refuse()
 
 
 def test_states_that_do_not_fit() -> None:
