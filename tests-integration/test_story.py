@@ -124,7 +124,10 @@ def test_a_signal_to_the_launcher_ends_in_a_checkpoint(text, tmp_path):
         (["train", "tiny", "--optim.lrr", "3"], r"optim\.lrr \(command line\): no such key; did you mean optim\.lr"),
         (["train", "tiny", "--train.steps", "many"], r'train\.steps = "many"'),
         (["train", "tiny", "--train.steps", "2"], r"optim\.warmup_steps = 10 is longer than the run of 2 steps"),
-        (["train", "tiny", "--optim.name", "sgd"], r"unknown optimizer 'sgd'; known are adamw, muon, schedule_free"),
+        (
+            ["train", "tiny", "--optim.name", "sgd"],
+            r"unknown optimizer 'sgd'; known are adamw, cautious_lion, lion, muon, schedule_free",
+        ),
         (["train", "tiny"], r"data\.train is empty"),
         (["train", "tiny", "--data.train", "nowhere"], r"nowhere is not a folder of token shards"),
         (["train", "tinny"], r"did you mean tiny"),
