@@ -257,3 +257,7 @@ def test_stochastic_weights_depend_on_seed_step_and_name_alone() -> None:
     assert torch.equal(trained(1, 4), trained(1, 4)) and torch.equal(trained(1, 4), trained(1, 4, resume=True))
     others = [trained(2, 4), trained(1, 4, "b"), trained(1, 5), torch.ones(64, 64)]
     assert all(not torch.equal(trained(1, 4), other) for other in others)
+
+
+def test_no_slots_are_no_step() -> None:
+    AdamW().update([], rates=Rates(1e-2, 0.1), scale=None, gate=torch.ones(()))

@@ -64,7 +64,7 @@ class AdamW:
 
     def update(self, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None) -> None:
         """One step; see `Algorithm.update`. With ``scale`` torch's kernel leaves the scaled gradient in ``.grad``."""
-        kernel = _kernel() if slots[0].parameter.is_cuda else None
+        kernel = _kernel() if slots and slots[0].parameter.is_cuda else None
         others = slots
         if kernel is not None:
             in_kernel, others = kernel.divide(slots)
