@@ -8,20 +8,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from kforge_optim import AdamW, OptimConfig, Optimizer, Slot, build_optimizer, join_float32, split_float32
 from kforge_optim import moments as kept
 from kforge_optim.algorithm import Rates
-from kforge_optim.rounding import WEIGHT, noise, noise_key, sixteen, to_bfloat16
+from kforge_optim.rounding import WEIGHT, Box, noise, noise_key, sixteen, to_bfloat16
 from kforge_optim.split import new_remainder
-from kforge_testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -161,41 +157,54 @@ def test_one_launch_for_many_tensors_at_any_address() -> None:
         assert same_bits(full_weight(slot), w), slot.name
 
 
-def _cuts(rank: int, world: int) -> None:
-    """Shards that are runs of the whole, and rows of them, take the random bits of their place; column shards and
-    what else the kernel leaves are done beside it."""
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("storage", ["stochastic", "split"])
+@pytest.mark.parametrize(
+    ("offset", "local"), [((1, 0, 0), (2, 6, 512)), ((0, 2, 0), (3, 3, 512)), ((0, 0, 256), (3, 6, 256))]
+)
+def test_shards_have_the_bits_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, storage: str, moments: str, offset: tuple[int, ...], local: tuple[int, ...]
+) -> None:
+    """Pieces of a tensor [3, 6, 512] as one run, as several, and as columns take the random bits of their place."""
     from kforge_optim import adamw_kernel
 
-    mesh = init_device_mesh("cpu", (world,))
-    for storage, moments, dim in itertools.product(("stochastic", "split"), ("bf16", "int8"), (0, 1, 2)):
-        shape = (3, 6, 512)
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-        grad = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-        results: list[dict[str, Any]] = []
-        for cut in (False, True):
-            algorithm = AdamW(moments=moments)
-            tensor = distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None) if cut else value.clone()
-            slot = Slot("w", nn.Parameter(tensor, requires_grad=False))
-            slot.parameter.grad = distribute_tensor(grad, mesh, [Shard(dim)], src_data_rank=None) if cut else grad
-            slot.remainder = new_remainder(slot.parameter) if storage == "split" else None
-            slot.state = algorithm.init_state(slot.parameter)
-            taken, left = adamw_kernel.divide([slot])
-            if cut and dim == 2 and moments == "int8":
-                assert left == [slot] and not taken
-                return
-            assert taken == [slot] and not left
-            adamw_kernel.update([slot], algorithm, Rates(1e-2, 0.1), None, None)
-            results.append({"w": slot.parameter.detach(), **slot.state})
-        for name, whole in results[0].items():
-            part = results[1][name]
-            expected = distribute_tensor(whole, mesh, part.placements, src_data_rank=None) if name != "step" else whole
-            here = part.to_local() if name != "step" else part
-            assert same_bits(here, expected.to_local() if name != "step" else expected), (name, dim, moments)
+    shape = (3, 6, 512)
+    piece = tuple(slice(first, first + size) for first, size in zip(offset, local, strict=True))
+    generator = torch.Generator().manual_seed(1)
+    value, grad = (torch.randn(shape, generator=generator).bfloat16().to(DEVICE) for _ in range(2))
+    results = []
+    for cut in (False, True):
+        box = Box(local, shape, offset) if cut else Box(shape, shape, (0, 0, 0))
+        monkeypatch.setattr(adamw_kernel.Box, "of", lambda tensor, box=box: box)
+        algorithm = AdamW(moments=moments)
+        slot = Slot("w", nn.Parameter(value[piece].contiguous() if cut else value.clone(), requires_grad=False))
+        slot.parameter.grad = grad[piece].contiguous() if cut else grad
+        slot.remainder = new_remainder(slot.parameter) if storage == "split" else None
+        slot.state = {"step": torch.zeros((), device=DEVICE), **kept.new_moments(value, moments)}
+        if cut:
+            slot.state |= {kind: slot.state[kind][piece].contiguous() for kind in MOMENTS}
+            columns = slice(offset[2] // 256, (offset[2] + local[2]) // 256)
+            scales = [kind for kind in slot.state if kind.endswith("_scale")]
+            slot.state |= {kind: slot.state[kind][(*piece[:2], columns)].contiguous() for kind in scales}
+        assert adamw_kernel.divide([slot]) == ([slot], [])
+        adamw_kernel.update([slot], algorithm, Rates(1e-2, 0.1), None, None)
+        results.append({"w": slot.parameter.detach(), **slot.state})
+    for name in ("w", *MOMENTS):
+        assert same_bits(results[1][name], results[0][name][piece].contiguous()), name
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="ranks of these tests have no device of their own")
-def test_shards_have_the_bits_of_the_whole() -> None:
-    run_ranks(_cuts, 2)
+def test_what_is_left_to_others() -> None:
+    from kforge_optim import adamw_kernel
+
+    algorithm = AdamW()
+    for weight, taken in (
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4, dtype=torch.float64), False),
+        (torch.zeros(4, 3).t(), False),
+    ):
+        slot = Slot("w", nn.Parameter(weight.to(DEVICE)))
+        slot.state = algorithm.init_state(slot.parameter)
+        assert adamw_kernel.divide([slot]) == (([slot], []) if taken else ([], [slot]))
 
 
 def test_split_bf16_moments_take_8_bytes_and_no_wide_copy() -> None:
