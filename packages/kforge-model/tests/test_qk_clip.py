@@ -69,6 +69,7 @@ def test_max_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             model.train()
             assert (max_logits(model, ids, rows) - right).abs().max() < 1e-12
             assert all(module.training for module in model.modules())
+    assert bool((max_logits(model, ids[:0]) == -torch.inf).all())  # nothing was scored
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.7])

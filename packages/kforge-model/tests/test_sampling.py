@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -111,3 +112,34 @@ def test_repetition_penalty() -> None:
 def test_user_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         sample(P.log()[None], **options)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_says_nothing_is_refused(bad: float, temperature: float) -> None:
+    logits = torch.randn(3, 7)
+    logits[1] = bad if bad < 0 else logits[1].index_fill(0, torch.tensor(2), bad)
+    with pytest.raises(ValueError, match=rf"the greatest logit of row 1 is {bad}: the model gives no token there"):
+        sample(logits, temperature=temperature)
+    logits[1] = -math.inf
+    logits[1, 4] = 0.0  # one token is left, and that is enough
+    assert sample(logits, temperature=temperature)[1] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_coldest_temperature_is_the_most_likely_token(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 9).to(dtype)
+    assert torch.equal(sample(logits, temperature=1e-46), logits.argmax(-1))
+
+
+def test_settings_that_are_not_finite_are_refused() -> None:
+    for setting in ("temperature", "repetition_penalty"):
+        for value in (math.inf, math.nan):
+            with pytest.raises(ValueError, match=f"{setting} = {value} must be"):
+                sample(torch.zeros(1, 3), seen=torch.zeros(1, 1, dtype=torch.int64), **{setting: value})  # type: ignore[arg-type]
+
+
+def test_the_penalty_is_not_rounded_to_bfloat16() -> None:
+    """31.0 / 2.002 is 15.4845; in bfloat16 it would be 15.5, above the other's 15.4922… of float32."""
+    logits = torch.tensor([[31.0, 15.5]], dtype=torch.bfloat16)
+    assert sample(logits, temperature=0.0, repetition_penalty=2.002, seen=torch.tensor([[0]])).item() == 1

@@ -59,9 +59,9 @@ def _greatest(q: Tensor, k: Tensor, rows: Rows, window: int | None) -> Tensor:
     grouped, k = q.unflatten(1, (k.shape[1], -1)).to(wide), k[:, :, None].to(wide).mT  # [B,KV,R,S,Dh], [B,KV,1,Dh,S]
     docs = document_ids(rows)
     column = torch.arange(seq, device=q.device)
-    step = max(1, CHUNK_ELEMENTS // (batch * heads * seq))
+    step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * seq))
     top = torch.full((heads,), -torch.inf, dtype=wide, device=q.device)
-    for start in range(0, seq, step):
+    for start in range(0, seq if batch else 0, step):
         stop = min(start + step, seq)
         first = 0 if window is None else max(0, start - window + 1)  # no query of these sees a key before it
         back = column[start:stop, None] - column[first:stop]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from kforge_model.inputs import at_hand
 
 
 def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> None:
     """Raise ValueError for a setting of `sample` that means nothing."""
-    if not temperature >= 0:
-        raise ValueError(f"temperature = {temperature} must be 0 (most likely token) or above")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature = {temperature} must be 0 (most likely token) or above, and finite")
     if top_k < 0:
         raise ValueError(f"top_k = {top_k} must be 0 (off) or above")
     if not 0 <= top_p <= 1:
         raise ValueError(f"top_p = {top_p} must lie in [0, 1]; 1 turns it off, 0 keeps the most likely token only")
     if not 0 <= min_p <= 1:
         raise ValueError(f"min_p = {min_p} must lie in [0, 1]; 0 turns it off, 1 keeps the most likely token only")
-    if not repetition_penalty > 0:
-        raise ValueError(f"repetition_penalty = {repetition_penalty} must be above 0; 1 turns it off")
+    if not 0 < repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty = {repetition_penalty} must be above 0 and finite; 1 turns it off")
 
 
 def sample(
@@ -47,19 +51,26 @@ def sample(
        0: all.
 
     The generator lives on the logits' device; None: the default one. Raises ValueError for a negative temperature or
-    top_k, a top_p or min_p outside [0, 1], a repetition_penalty at or below 0 or without ``seen``.
+    top_k, a top_p or min_p outside [0, 1], a repetition_penalty at or below 0 or without ``seen``, and what is not
+    finite of these; on the CPU, where it can be read, also for a row whose greatest logit is not finite.
     """
     check_sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    if repetition_penalty != 1:
-        if seen is None:
-            raise ValueError(f"repetition_penalty = {repetition_penalty} wants to know the ids seen so far")
-        logits = _penalise(logits, repetition_penalty, seen, seen_mask)
-    if temperature == 0:
-        return logits.argmax(-1)
+    if repetition_penalty != 1 and seen is None:
+        raise ValueError(f"repetition_penalty = {repetition_penalty} wants to know the ids seen so far")
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # the largest is 0, however low the temperature
+    if repetition_penalty != 1:
+        assert seen is not None
+        scores = _penalise(scores, repetition_penalty, seen, seen_mask)
+    greatest = scores.amax(-1, keepdim=True)
+    if at_hand(greatest) and not bool(greatest.isfinite().all()):
+        row = int((~greatest.isfinite()).flatten().nonzero()[0])
+        raise ValueError(f"the greatest logit of row {row} is {greatest[row].item()}: the model gives no token there")
+    if temperature == 0:
+        return scores.argmax(-1)
+    coldest = torch.finfo(scores.dtype).tiny  # below it, division makes NaN of the largest
+    scores = (scores - greatest) / max(temperature, coldest)  # the largest is 0, however low the temperature
     if not top_k and top_p == 1 and min_p == 0:
         return _draw(scores.softmax(-1), generator)
     scores, ids = scores.sort(dim=-1, descending=True, stable=True)
