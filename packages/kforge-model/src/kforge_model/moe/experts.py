@@ -101,7 +101,7 @@ class GroupedProduct(torch.autograd.Function):
         grad = grad.contiguous()
         dx = F.grouped_mm(grad, w, offs=ends) if ctx.needs_input_grad[0] else None
         dw = F.grouped_mm(grad.mT, x, offs=ends) if ctx.needs_input_grad[1] else None
-        if dw is not None and (not x.is_cuda or _capability(x.device.index) >= (10, 0)):
+        if dw is not None and (not x.is_cuda or _generation(x.device.index) >= 10):
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             dw = dw.masked_fill(empty[:, None, None], 0)
         return dx, dw, None
@@ -114,9 +114,10 @@ def groups_can(x: Tensor, *weights: Tensor) -> bool:
     if not x.is_cuda or not len(x) or any(t.dtype != torch.bfloat16 for t in (x, *weights)):
         return False
     aligned = all(n * x.itemsize % ALIGNED == 0 for w in weights for n in w.shape[-2:])
-    return aligned and _capability(x.device.index)[0] in (9, 10)
+    return aligned and _generation(x.device.index) in (9, 10)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _capability(device_index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_index)
+def _generation(device_index: int | None) -> int:
+    """Major compute capability. A number: torch 2.11 cannot trace a comparison of tuples that are constants."""
+    return torch.cuda.get_device_capability(device_index)[0]
