@@ -11,6 +11,7 @@ OPTIONS = {
     "tf32": {"parallel__precision": "tf32"},
     "offload": {"parallel__precision": "bf16", "parallel__cpu_offload": True},
     "offload-muon": {"parallel__precision": "fp32", "parallel__cpu_offload": True, "optim__name": "muon"},
+    "optim-offload": {"parallel__precision": "bf16", "parallel__storage": "split", "optim__offload": True},
     "prefetch": {"parallel__precision": "bf16", "parallel__prefetch": 1},
 }
 

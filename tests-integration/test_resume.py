@@ -18,6 +18,7 @@ INT8 = {"optim__moments": "int8", "model__vocab_size": 512}  # embedding and hea
         pytest.param(2, {"optim__name": "schedule_free"}, id="2-schedule-free"),
         pytest.param(1, {"optim__name": "schedule_free", "parallel__storage": "split"}, id="1-schedule-free-split"),
         pytest.param(2, {"optim__ema_decay": 0.9, "parallel__storage": "split"}, id="2-ema-split"),
+        pytest.param(2, {"optim__offload": True, "parallel__storage": "split"}, id="2-offload-split"),
         pytest.param(2, {"parallel__tp": 2, "parallel__precision": "fp16"}, id="2-tp-fp16"),
         pytest.param(4, {"parallel__tp": 2, "parallel__storage": "split", **INT8}, id="4-tp-split-int8"),
     ],

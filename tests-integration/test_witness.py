@@ -193,6 +193,7 @@ ELSEWHERE = {
     "resilience.nonfinite": "test_abort_ends_all_ranks_with_its_own_code (test_signals.py)",
     "resilience.max_skipped_in_a_row": "test_too_many_skipped_steps_end_the_run",
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
+    "optim.offload": "test_what_is_stepped_are_copies_and_the_model_gets_them_back (test_offload.py)",
     "optim.ema_device": "test_it_follows_the_formula_after_accepted_steps (test_ema.py)",
     "ckpt.verify": "test_a_flipped_bit_is_found_by_full_verification (test_faults.py)",
     **dict.fromkeys(

@@ -93,6 +93,7 @@ CHANGED: dict[str, Any] = {
     "ema_decay": 0.9,
     "ema_every_steps": Beside({"ema_decay": 0.9}, 3),
     "ema_device": Beside({"ema_decay": 0.9}, "cpu"),
+    "offload": Beside({"name": "adamw"}, True),
     "loss_scale_init": 2.0,
     "loss_scale_growth_steps": 2,
 }
@@ -114,7 +115,8 @@ def _trained(**values: object) -> torch.Tensor:
         if config.qk_clip and step % config.qk_clip_every_steps == 0:  # the scores are the model's business
             optimizer.multiply([("1.weight", torch.full((1, 1), config.qk_clip))])
         scaler.update(torch.isfinite(norm))
-    asked = torch.tensor([optimizer.ema is not None and optimizer.ema.device == "cpu"])  # the weights are there as well
+    # On a CPU the weights do not tell.
+    asked = torch.tensor([optimizer.ema is not None and optimizer.ema.device == "cpu", optimizer.offloads])
     with optimizer.evaluation_weights():
         weights = [parameter.detach().flatten() for parameter in model.parameters()]
         return torch.cat([scaler.scale[None], asked, *weights])

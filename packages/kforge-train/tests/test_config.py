@@ -182,3 +182,5 @@ def test_each_section_is_frozen_and_refuses_unknown_keys_for_pydantic_users_too(
 def test_sections_are_checked_against_each_other() -> None:
     with pytest.raises(ConfigError, match=r"data\.row_tokens = 8192 is longer than model\.max_seq_len = 4096"):
         resolve_config(None, {"data.row_tokens": 8192})
+    with pytest.raises(ConfigError, match=r"optim\.offload and parallel\.cpu_offload: .* set one of them"):
+        resolve_config(None, {"optim.offload": True, "parallel.cpu_offload": True})

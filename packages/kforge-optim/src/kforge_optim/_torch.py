@@ -43,13 +43,14 @@ def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> lis
     return list(torch._foreach_norm(list(tensors), p, dtype=dtype))
 
 
-def laid_out_as(values: Tensor, like: DTensor) -> DTensor:
-    """This rank's ``values`` as a DTensor laid out as ``like``, wherever they lie. Stands in for
+def laid_out(
+    values: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """This rank's ``values``, wherever they lie, as its part of a DTensor of ``shape``. Stands in for
     ``DTensor.from_local``, which moves them to the device of the mesh."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(like.shape, like.stride(), values.dtype)
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, values.dtype))
     return DTensor(values, spec, requires_grad=False)
 
 

@@ -185,6 +185,9 @@ class OptimConfig:
     ema_device: str = "same"
     """Where the average lies: same as the weights, or cpu, in float32 either way. On the CPU it costs a GPU no memory,
     and a copy each way for each move."""
+    offload: bool = False
+    """Keep what the optimizer remembers on the CPU and make its steps there: a device holds weights and gradients
+    alone, and each step waits for it. For optimizers that go by element, so not for muon."""
     loss_scale_init: float = 65536.0
     """What the loss is multiplied by at first, under float16 compute only: a power of two from 1 to 2**24. It halves
     after a step whose gradients are not finite."""

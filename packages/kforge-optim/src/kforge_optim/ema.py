@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kforge_optim import split
-from kforge_optim._torch import laid_out_as
 from kforge_optim.algorithm import Slot
-from kforge_optim.sharding import copy_into, local
+from kforge_optim.sharding import copy_into, like_layout, local
 
 
 class Ema:
@@ -132,7 +130,7 @@ class Ema:
         device = weight.device if self.device == "same" else torch.device("cpu")
         pinned = device.type == "cpu" and weight.is_cuda
         values = torch.empty_like(local(weight), dtype=dtype, device=device, pin_memory=pinned)
-        return laid_out_as(values, weight) if isinstance(weight, DTensor) else values
+        return like_layout(values, weight)
 
 
 def _move(average: Tensor, slot: Slot, rate: Tensor, accept: Tensor) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from kforge_optim._torch import sharded_dim
+from kforge_optim._torch import laid_out, sharded_dim
 from kforge_optim.rounding import EXP_AVG, EXP_AVG_SQ, sixteen, to_bfloat16
 from kforge_optim.sharding import local
 
@@ -71,7 +71,7 @@ def _new_scale(weight: Tensor) -> Tensor:
         return scale
     placements = [Replicate() if _cuts_columns(weight, dim) else p for dim, p in enumerate(weight.placements)]
     stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(scale, weight.device_mesh, placements, run_check=False, shape=whole, stride=stride)
+    return laid_out(scale, weight.device_mesh, placements, whole, stride)
 
 
 def _cuts_columns(weight: DTensor, dim: int) -> bool:

@@ -30,6 +30,7 @@ from kforge_optim.groups import (
     scaled_rates,
     unwrapped,
 )
+from kforge_optim.offload import Offload, Work, on_host
 from kforge_optim.rounding import noise_key
 from kforge_optim.schedules import (
     Schedule,
@@ -62,11 +63,13 @@ class Optimizer:
         weight_decay_schedule: Schedule | None = None,
         model: nn.Module | None = None,
         ema: Callable[[Sequence[Slot]], Ema] | None = None,
+        offload: bool = False,
     ) -> None:
         """momentum_schedules: name of an algorithm -> its momentum at a step; one that is not there keeps its own.
         weight_decay_schedule: factor of every group's decay at a step; None: 1.
         model: whose weights these are, where FSDP may have gathered some of them; None: it has not.
-        ema: makes the moving average of the weights in all slots; None: there is none."""
+        ema: makes the moving average of the weights in all slots; None: there is none.
+        offload: state and step on the CPU, whatever the device of the weights; see `offload`."""
         if storage not in ("fp32", "split", "stochastic"):
             raise ValueError(f"storage = {storage!r} must be fp32, split or stochastic")
         check_owned_once(groups)
@@ -76,6 +79,7 @@ class Optimizer:
         self.schedule_step = 0
         self._held: dict[str, Tensor] | None = None  # the trained weights, while averaged ones are in their place
         self._model = model
+        self._offload = Offload() if offload else None
         self._algorithms = dict(algorithms)
         self._initialised: set[str] = set()
         self._schedule = schedule
@@ -103,6 +107,11 @@ class Optimizer:
                 "convert the model to bfloat16 before it is sharded, or use storage = 'fp32'"
             )
 
+    @property
+    def offloads(self) -> bool:
+        """Whether state and step are on the CPU, whatever the device of the weights."""
+        return self._offload is not None
+
     def _is_narrow(self, slot: Slot) -> bool:
         return self.storage != "fp32" and slot.parameter.dtype == torch.bfloat16
 
@@ -124,9 +133,9 @@ class Optimizer:
         gate: 0-dim tensor, 1 to accept the step, 0 to leave weights, moments and counters as they are, bit for bit,
             even if gradients are inf or NaN. None: 1.
 
-        Both are read on the device; the host does not wait. The schedule advances either way. ``.grad`` is used up:
-        it may hold scaled values afterwards. Every rank must call it. Raises RuntimeError within `evaluation_weights`
-        that holds averages: there the gradients are those of other weights.
+        Both are read on the device; the host does not wait, but where `offloads`. The schedule advances either way.
+        ``.grad`` is used up: it may hold scaled values afterwards. Every rank must call it. Raises RuntimeError within
+        `evaluation_weights` that holds averages: there the gradients are those of other weights.
         """
         if self._held:
             raise RuntimeError(
@@ -138,37 +147,44 @@ class Optimizer:
         rates = self.rates()
         self.schedule_step += 1
         scale, gate = _scalar("scale", scale), _scalar("gate", gate)
+        work = self._work(scale, gate)
+        for group, slots, here_scale, here_gate in work if self._offload is None else self._offload.chunks(work):
+            self._update(group, slots, rates=rates[group.name], scale=here_scale, gate=here_gate)
+        if self.ema is not None:
+            self.ema.after_step(self.schedule_step, gate)
+
+    def _work(self, scale: Tensor | None, gate: Tensor | None) -> Iterator[Work]:
+        """What has gradients, by group and device."""
         for group in self.groups:
             by_device: dict[torch.device, list[Slot]] = {}
             for slot in self._slots[group.name]:
                 if slot.parameter.grad is not None:
                     by_device.setdefault(slot.parameter.device, []).append(slot)
             for device, slots in by_device.items():
-                algorithm = self._algorithms[group.algorithm]
-                given: dict[str, Any] = {
-                    "rates": rates[group.name],
-                    "scale": None if scale is None else scale.to(device, non_blocking=True),
-                    "gate": None if gate is None else gate.to(device, non_blocking=True),
-                }
-                narrow = [slot for slot in slots if self._is_narrow(slot)]
-                whole = [slot for slot in slots if not self._is_narrow(slot)]
-                if whole:
-                    algorithm.update(whole, **given)
-                if narrow and isinstance(algorithm, SplitAlgorithm):
-                    algorithm.update_split(narrow, **given)
-                    continue
-                for batch in split.batches(narrow):
-                    full = [split.widened(slot) for slot in batch]
-                    algorithm.update(full, **given)
-                    for slot, wide in zip(batch, full, strict=True):
-                        if slot.remainder is not None:
-                            split.store(slot, local(wide.parameter))
-                        else:
-                            key = noise_key(self.seed, rates[group.name].step, slot.name)
-                            split.store_rounded(slot, local(wide.parameter), key)
+                here = [None if scalar is None else scalar.to(device, non_blocking=True) for scalar in (scale, gate)]
+                yield group, slots, here[0], here[1]
 
-        if self.ema is not None:
-            self.ema.after_step(self.schedule_step, gate)
+    def _update(
+        self, group: Group, slots: Sequence[Slot], *, rates: Rates, scale: Tensor | None, gate: Tensor | None
+    ) -> None:
+        """One step of slots on one device, in any storage."""
+        algorithm = self._algorithms[group.algorithm]
+        given: dict[str, Any] = {"rates": rates, "scale": scale, "gate": gate}
+        narrow = [slot for slot in slots if self._is_narrow(slot)]
+        whole = [slot for slot in slots if not self._is_narrow(slot)]
+        if whole:
+            algorithm.update(whole, **given)
+        if narrow and isinstance(algorithm, SplitAlgorithm):
+            algorithm.update_split(narrow, **given)
+            return
+        for batch in split.batches(narrow):
+            full = [split.widened(slot) for slot in batch]
+            algorithm.update(full, **given)
+            for slot, wide in zip(batch, full, strict=True):
+                if slot.remainder is not None:
+                    split.store(slot, local(wide.parameter))
+                else:
+                    split.store_rounded(slot, local(wide.parameter), noise_key(self.seed, rates.step, slot.name))
 
     def zero_grad(self) -> None:
         """Drop all gradients (``.grad = None``)."""
@@ -204,14 +220,19 @@ class Optimizer:
                 self._allocate_remainder(slot)
                 algorithm = self._algorithms[group.algorithm]
                 as_it_is = isinstance(algorithm, SplitAlgorithm) or not self._is_narrow(slot)
-                slot.state = algorithm.init_state((slot if as_it_is else split.widened(slot)).parameter)
+                stepped = self._stepped(slot)
+                slot.state = algorithm.init_state((stepped if as_it_is else split.widened(stepped)).parameter)
                 self._initialised.add(slot.name)
 
     def _allocate_remainder(self, slot: Slot) -> None:
         if slot.parameter.is_meta:
             raise ValueError(f"parameter {slot.name!r} is on the meta device; materialise the model first")
         if self.storage == "split" and self._is_narrow(slot) and slot.remainder is None:
-            slot.remainder = split.new_remainder(slot.parameter)
+            slot.remainder = split.new_remainder(self._stepped(slot).parameter)
+
+    def _stepped(self, slot: Slot) -> Slot:
+        """The slot where its steps are made, on the host if they are offloaded; without its gradient there."""
+        return slot if self._offload is None else on_host(slot)
 
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {parameter name: {"exp_avg": tensor, …}}, "schedule_step": int}``.
@@ -352,7 +373,7 @@ class Optimizer:
             if average is not None:
                 self.init_state()
                 for slot in self._slots[group.name]:
-                    yield slot, average(split.whole(slot))
+                    yield slot, average(split.whole(self._stepped(slot)))
 
     def full_weight(self, name: str) -> Tensor:
         """The weight called ``name`` at full precision, detached, with the placement of the parameter.
@@ -457,7 +478,8 @@ def build_optimizer(
 
     Raises ValueError for an unknown optimizer or schedule (listing the known ones), lengths that do not fit, weights
     in less than float32 under ``fp32``, another storage where nothing is bfloat16, a model without trainable
-    parameters, rules and ``fused_weights`` that do not fit the model, and an ``adamw_lr`` where AdamW has nothing.
+    parameters, rules and ``fused_weights`` that do not fit the model, an ``adamw_lr`` where AdamW has nothing, and
+    ``offload`` of an optimizer that takes matrices only.
     """
     named = [(config.name, config.options), ("adamw", {}), *_optimizers_of((*config.groups, *(r for _, r in rules)))]
     known = {algorithm_name(*one): one for one in named}
@@ -473,6 +495,12 @@ def build_optimizer(
         algorithm = algorithms[group.algorithm]
         if isinstance(algorithm, TorchOptimizer):
             algorithm.check_rates(Rates(group.lr, group.weight_decay, 0.0 if group.algorithm in momenta else None))
+        if config.offload and algorithm.matrices_only:
+            raise ValueError(
+                f"optim.offload: {group.algorithm} multiplies whole matrices, which takes a CPU far longer than a "
+                f"step may; give {group.name!r} to an optimizer that goes by element, as adamw or lion, or leave "
+                "optim.offload out"
+            )
         flat = [name for name, parameter in group.parameters.items() if parameter.ndim < 2]
         if algorithm.matrices_only and flat:
             raise ValueError(
@@ -501,6 +529,7 @@ def build_optimizer(
         weight_decay_schedule=build_weight_decay_schedule(config, total_steps),
         model=model,
         ema=_ema_of(config),
+        offload=config.offload,
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
-from kforge_optim._torch import sharded_dim, split_factor
+from kforge_optim._torch import laid_out, sharded_dim, split_factor
 
 Box = tuple[tuple[int, int], ...]
 """Part of a tensor: the first index and the one after the last, a dimension each."""
@@ -157,12 +157,10 @@ def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def like_layout(values: Tensor, like: Tensor) -> Tensor:
-    """This rank's ``values`` as a tensor laid out as ``like``: a DTensor if that is one. Nothing is sent."""
+    """This rank's ``values`` as a tensor laid out as ``like``: a DTensor if that is one. Nothing is sent or moved."""
     if not isinstance(like, DTensor):
         return values
-    return DTensor.from_local(
-        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return laid_out(values, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:

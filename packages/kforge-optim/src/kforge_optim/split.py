@@ -56,7 +56,9 @@ def new_remainder(parameter: Tensor) -> Tensor:
 def full_weight(slot: Slot) -> Tensor:
     """The float32 weight of a bfloat16 slot, detached, laid out as its parameter; a new tensor."""
     high, low = local(slot.parameter), slot.remainder
-    return like_layout(high.to(torch.float32) if low is None else join_float32(high, local(low)), slot.parameter)
+    return like_layout(
+        high.to(torch.float32) if low is None else join_float32(high, local(low).to(high.device)), slot.parameter
+    )
 
 
 def store(slot: Slot, full: Tensor) -> None:

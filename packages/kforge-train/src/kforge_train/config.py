@@ -76,6 +76,11 @@ class JobConfig:
                 f"data.row_tokens = {self.data.row_tokens} is longer than model.max_seq_len = "
                 f"{self.model.max_seq_len}; raise --model.max_seq_len or shorten the rows"
             )
+        if self.optim.offload and self.parallel.cpu_offload:
+            raise ValueError(
+                "optim.offload and parallel.cpu_offload: the second keeps the weights on the CPU too, and so the step; "
+                "set one of them"
+            )
         if self.optim.qk_clip:
             self._check_qk_clip()
 
