@@ -1,4 +1,4 @@
-"""A step of each optimizer on the same weights: seconds, and the bytes that it keeps, beside torch's own in this run.
+"""A step of each optimizer on the same weights: seconds, and bytes on the device of the weights, beside torch's own.
 
 The weights are those of a model of Llama's shape, with random gradients: 1.2 B on a GPU, few on the CPU. Each
 is timed in turns with torch's fused AdamW. On a GPU also the target: AdamW over split weights with bf16 moments on the
@@ -30,6 +30,8 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw, split, bf16 moments": ("split", {"moments": "bf16"}),
     "adamw, split, 8-bit moments": ("split", {"moments": "int8"}),
     "adamw, stochastic, bf16 moments": ("stochastic", {"moments": "bf16"}),
+    "adamw, offload": ("fp32", {"offload": True}),
+    "adamw, split, offload": ("split", {"offload": True}),
     "lion": ("fp32", {"name": "lion"}),
     "cautious_lion": ("fp32", {"name": "cautious_lion"}),
     "schedule_free": ("fp32", {"name": "schedule_free"}),
@@ -88,7 +90,8 @@ def ours(name: str, sizes: dict[str, int], device: str) -> Timed:
     one = torch.ones((), device=device)
 
     def state() -> Any:
-        return [tensor for kept in optimizer.state_dict()["state"].values() for tensor in kept.values()]
+        kept = [tensor for kinds in optimizer.state_dict()["state"].values() for tensor in kinds.values()]
+        return [tensor for tensor in kept if tensor.device.type == device]
 
     return Timed(lambda: optimizer.step(one, one), list(model.parameters()), state)
 
