@@ -71,7 +71,7 @@ def _iterate(
         raise ValueError(f"steps = {steps} must be at least 1")
     norm_dtype = torch.promote_types(matrices.dtype, torch.float32)
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
-    x = (matrices / (norm * margin).clamp(min=1e-7)).to(matrices.dtype)
+    x = torch.div(matrices, (norm * margin).clamp(min=1e-7), out=torch.empty_like(matrices))
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
