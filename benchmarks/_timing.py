@@ -85,7 +85,7 @@ def run_trainer(row: Row, tokens: str, run_dir: str, started: float, trace: bool
             found["trace"] = _trace.summary(path)
             return verdict
 
-        def save(self) -> None:
+        def save(self, *, temporary: bool = False) -> None:
             """Nothing: the time of a checkpoint is another benchmark's question."""
 
     config = job(row, tokens, run_dir, extra_steps=1 if trace else 0)
