@@ -13,6 +13,7 @@ LAYOUTS = {
     "replicas2-dp2": (4, {"dp_replicate": 2}),
     "tp2": (2, {"tp": 2}),
     "dp2-tp2": (4, {"tp": 2}),
+    "dp2-cp2": (4, {"cp": 2}),
     "dp2-ep2": (2, {"ep": 2}),
     "dp2-tp2-ep4": (4, {"tp": 2, "ep": 4}),
 }

@@ -54,6 +54,7 @@ LAYOUTS = {
     "tp4": {"parallel__tp": 4, "parallel__dp_shard": 1},  # two key/value heads on four ranks
     "shard2-tp2": {"parallel__dp_shard": 2, "parallel__tp": 2},
     "rep2-shard2": {"parallel__dp_replicate": 2, "parallel__dp_shard": 2},
+    "cp2-tp2": {"parallel__cp": 2, "parallel__tp": 2},
 }
 
 
@@ -127,7 +128,6 @@ def test_gate_0_and_scores_that_are_no_numbers_change_nothing(tokens, tmp_path):
     ("changes", "words"),
     [
         ({"model__qk_norm": "per_head"}, "changes nothing under model.qk_norm"),
-        ({"parallel__cp": 2}, "parallel.cp = 2, as no rank sees all keys"),
         ({"parallel__pp": 2}, "parallel.pp = 2, as no rank has all layers"),
         ({"optim__name": "schedule_free", "optim__schedule": "constant"}, "schedule_free evaluates an average"),
     ],

@@ -177,7 +177,7 @@ ERRORS = {
     "parallel.tp": (2, "cannot be divided"),
     "parallel.async_tp": (True, "works on CUDA only"),
     "parallel.cpu_offload": (True, "works on CUDA only"),
-    "parallel.cp": (2, "not available"),
+    "parallel.cp": (2, "cannot be divided"),
     "parallel.pp": (2, "not available"),
     "parallel.ep": (2, "expert parallelism is laid over dp_shard, cp and tp, and each of them is 1"),
     "parallel.device": ("cuda", "sees no CUDA device"),
@@ -190,6 +190,7 @@ ELSEWHERE = {
     "parallel.step_timeout_s": "test_time_outs_reach_the_group",
     "parallel.build_timeout_s": "test_time_outs_reach_the_group",
     "parallel.sequence_parallel": "test_sequence_parallel_cuts_rows",
+    "parallel.cp_style": "test_cp_style_chooses_the_tokens_of_a_rank_and_the_core",
     "resilience.nonfinite": "test_abort_ends_all_ranks_with_its_own_code (test_signals.py)",
     "resilience.max_skipped_in_a_row": "test_too_many_skipped_steps_end_the_run",
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
@@ -421,6 +422,25 @@ def test_sequence_parallel_cuts_rows(tokens, tmp_path):
         options = {"parallel__tp": 2, "model__vocab_size": 64, "parallel__sequence_parallel": sequence_parallel}
         config = base_job(tokens, tmp_path / str(sequence_parallel), **options)
         assert run_ranks(rows_between_matrices, 2, config, init=False) == [[tokens_held]] * 2
+
+
+def tokens_and_core(rank, world, config):
+    from kforge_parallel import shard_rows
+    from kforge_train.build import build
+
+    with build(config) as parts:
+        (batch,) = parts.loader.next()
+        core = parts.model.layers["0"].attn.core
+        return shard_rows(batch, parts.mesh)["columns"].tolist(), type(core).__name__
+
+
+def test_cp_style_chooses_the_tokens_of_a_rank_and_the_core(tokens, tmp_path):
+    found = {}
+    for style in ("allgather", "ulysses"):
+        config = base_job(tokens, tmp_path / style, parallel__cp=2, parallel__cp_style=style)
+        found[style] = run_ranks(tokens_and_core, 2, config, init=False)[0]
+    assert found["allgather"] == ([*range(8), *range(24, 32)], "AllGatherCore")
+    assert found["ulysses"] == ([*range(16)], "UlyssesCore")
 
 
 def all_bad(rank, world, config):

@@ -14,6 +14,7 @@ STEPS = 3
 SILENT_ROW = 5  # nothing in it is scored
 LIMIT_S = 240  # of one start of processes; the longest takes a tenth of it on two idle cores
 
+ULYSSES = {"cp_style": "ulysses"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "shard2": {"dp_shard": 2},
@@ -43,6 +44,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "rep2-shard2-ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
     "rep2-tp2-ep2": {"dp_replicate": 2, "tp": 2, "ep": 2},
     "rep2-shard2-tp2-ep4": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 4},
+    "cp2": {"cp": 2},
+    "cp2-ulysses": {"cp": 2, **ULYSSES},
+    "cp4": {"cp": 4},
+    "cp4-ulysses": {"cp": 4, **ULYSSES},  # two key/value heads on four ranks
+    "shard2-cp2": {"dp_shard": 2, "cp": 2},
+    "shard2-cp2-ulysses": {"dp_shard": 2, "cp": 2, **ULYSSES},
+    "rep2-cp2": {"dp_replicate": 2, "cp": 2},
+    "cp2-tp2": {"cp": 2, "tp": 2},
+    "cp2-tp2-ulysses": {"cp": 2, "tp": 2, **ULYSSES},  # one key/value head of each tp rank, on two
+    "cp2-tp2-whole": {"cp": 2, "tp": 2, "sequence_parallel": False},
+    "rep2-shard2-cp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+    "rep2-cp2-tp2": {"dp_replicate": 2, "cp": 2, "tp": 2},
+    "shard2-cp2-tp2": {"dp_shard": 2, "cp": 2, "tp": 2},
+    "shard2-cp2-tp2-ulysses": {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES},
+    "rep2-shard2-cp2-tp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
+    "cp2-ep2": {"cp": 2, "ep": 2},
+    "cp2-ep2-ulysses": {"cp": 2, "ep": 2, **ULYSSES},
+    "shard2-cp2-ep2": {"dp_shard": 2, "cp": 2, "ep": 2},
+    "shard2-cp2-ep4": {"dp_shard": 2, "cp": 2, "ep": 4},
+    "rep2-cp2-ep2": {"dp_replicate": 2, "cp": 2, "ep": 2},
+    "cp2-tp2-ep4": {"cp": 2, "tp": 2, "ep": 4},
+    "rep2-shard2-cp2-ep2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "ep": 2},
+    "rep2-cp2-tp2-ep4": {"dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4},
+    "shard2-cp2-tp2-ep4": {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
+    "rep2-shard2-cp2-tp2-ep4": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
 }
 """Name -> fields of ParallelConfig; axes that are not named are 1."""
 
@@ -153,9 +179,32 @@ OPTIONS = tuple(name for name in list(MODELS)[4:] if name not in EXPERTS)
 
 OF_EXPERTS = ("packed-3", "packed-3-full", "plain")
 
+CONTEXT = tuple(name for name in LAYOUTS if "cp" in LAYOUTS[name])
+"""Layouts whose rows are cut."""
+PLAIN_CORES = tuple(name for name in OPTIONS if name not in ("soft-caps", "sinks", "latent-q", "further", "all-logits"))
+"""What allgather computes by itself; the others have soft-caps or sinks, which ulysses leaves to the model, or further
+tokens, which are refused."""
+
 # Every class of layouts has one that goes through all pairs of choices or all choices; the others of a class differ
 # in size, or in what lies between the products. The longest come first, so that processes side by side end together.
 TABLE: list[tuple[str, str, tuple[str, ...]]] = [
+    ("rep2-shard2-cp2-tp2-ep4", "experts-bias", ("packed-3-full",)),
+    ("rep2-shard2-cp2-tp2", "untied", SOME),
+    *((layout, "experts", OF_EXPERTS) for layout in ("shard2-cp2-tp2-ep4", "rep2-cp2-tp2-ep4", "rep2-shard2-cp2-ep2")),
+    *((layout, "untied", HALF) for layout in ("shard2-cp2-tp2", "shard2-cp2-tp2-ulysses")),
+    *((layout, "untied", SOME) for layout in ("rep2-cp2-tp2", "rep2-shard2-cp2")),
+    *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("cp2-tp2-ep4", "shard2-cp2-ep2")),
+    *((layout, "experts-bias", OF_EXPERTS) for layout in ("shard2-cp2-ep4", "rep2-cp2-ep2")),
+    *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("cp2-ep2", "cp2-ep2-ulysses", "cp2")),
+    *((layout, "untied", HALF) for layout in ("shard2-cp2", "shard2-cp2-ulysses", "cp2-tp2", "cp2-tp2-ulysses")),
+    *((layout, "untied", HALF) for layout in ("rep2-cp2", "cp4", "cp4-ulysses")),
+    *((layout, "untied", (*EXACT, "fp32", "compiled")) for layout in ("cp2", "cp2-ulysses")),
+    ("cp2-tp2-whole", "untied", SOME),
+    *((layout, "tied", (*SOME, "kept", "each")) for layout in ("shard2-cp2", "cp2-tp2", "cp2-ulysses")),
+    *(("cp2", model, SOME) for model in ("qk-norm", "one-kv", *PLAIN_CORES)),
+    *(("cp2-ulysses", model, SOME) for model in ("one-kv", *(name for name in OPTIONS if name != "further"))),
+    *((layout, "one-kv", ("packed-3-full",)) for layout in ("cp4", "cp4-ulysses", "cp2-tp2-ulysses")),
+    *((layout, "windows", ("packed-3-full",)) for layout in ("cp4", "cp2-tp2", "cp4-ulysses")),
     *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("shard4-tp2-ep2", "rep2-shard2-tp2-ep4")),
     ("shard4-tp2-ep8", "experts-bias", OF_EXPERTS),
     ("shard8-ep8", "experts-bias", ("wide-3-full",)),

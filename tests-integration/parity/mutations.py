@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from cases import TOKENS
 from torch.distributed.fsdp import FSDPModule
 
 import kforge_model.core
@@ -26,6 +27,7 @@ import kforge_optim.clip
 import kforge_parallel.activation
 import kforge_parallel.build
 import kforge_parallel.collectives
+import kforge_parallel.context
 import kforge_parallel.expert
 import kforge_parallel.mesh
 import kforge_parallel.tensor
@@ -535,3 +537,99 @@ def balance_of_a_part_of_a_row():
 def experts_not_summed_over_tp():
     summed = kforge_parallel.tensor.summed
     kforge_parallel.tensor.summed = lambda weight, group: weight if weight.ndim > 2 else summed(weight, group)
+
+
+# ---------------------------------------------------------------------------------------------------- context parallel
+
+
+def change_parts(change):
+    """Let ``change(part, whole)`` alter what a rank gets of a microbatch in training."""
+    shard_rows = kforge_train.engine.shard_rows
+
+    def changed(batch, mesh):
+        part = shard_rows(batch, mesh)
+        return {**part, **change(part, batch)}
+
+    kforge_train.engine.shard_rows = changed
+
+
+@mutation("context ranks are left out of the count of tokens", "cp2")
+def tokens_of_a_context_rank():
+    kforge_train.engine.dist = SimpleNamespace(all_reduce=lambda *args, **kw: None)
+
+
+@mutation("context ranks are taken for copies", "cp2")
+def context_ranks_are_copies():
+    kforge_parallel.mesh.Mesh.copies = property(lambda self: self.size // self.data_size)
+
+
+@mutation("positions begin anew behind a cut", "cp2", variant="plain")
+def positions_begin_at_the_cut():
+    change_parts(lambda part, whole: {"position_ids": part["position_ids"] % (TOKENS // 2)})
+
+
+@mutation("positions begin anew behind a cut, where heads are exchanged", "cp2-ulysses")
+def positions_begin_at_the_cut_of_ulysses():
+    change_parts(lambda part, whole: {"position_ids": part["position_ids"] - part["position_ids"][:, :1]})
+
+
+@mutation("labels are made after the cut", "cp2")
+def labels_lost_at_the_cut():
+    def change(part, whole):
+        last = torch.isin(torch.arange(part["labels"].shape[1]), torch.tensor([3, 7]))  # of each chunk
+        return {"labels": part["labels"].masked_fill(last, -100)}
+
+    change_parts(change)
+
+
+@mutation("documents see one another where they are on other ranks", "cp2")
+def documents_unknown_behind_the_cut():
+    change_parts(lambda part, whole: {"whole": {**whole, "doc_ids": None, "cu_seqlens": None}})
+
+
+@mutation("chunks of keys are taken in the order in which they come", "cp2")
+def chunks_not_sorted():
+    kforge_parallel.context._GatherRows.forward = staticmethod(
+        lambda ctx, x, group: (
+            setattr(ctx, "group", group),
+            setattr(ctx, "order", [0, 3, 1, 2]),
+            kforge_parallel.context.join_parts(x, group, 2),
+        )[-1]
+    )
+
+
+@mutation("gradients of keys and values stay where they are made", "cp2")
+def key_gradients_not_summed():
+    def own_part(x, group, dim):
+        return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+    kforge_parallel.context.sum_own_part = own_part
+
+
+@mutation("shared key/value heads go to the wrong queries", "cp4-ulysses")
+def heads_repeated_in_turn():
+    core = kforge_parallel.context.UlyssesCore
+    attend = core.attend
+
+    def turned(self, q, k, v, rows, sinks):
+        return attend(self, q, k.flip(1), v.flip(1), rows, sinks)
+
+    core.attend = turned
+
+
+@mutation("sinks of the first heads on every context rank", "cp2-ulysses", "sinks", "plain")
+def sinks_of_the_first_heads_over_cp():
+    call = kforge_parallel.context._call
+    first = {}
+
+    def first_ones(core, q, k, v, rows, sinks):
+        if dist.get_rank() == 1:
+            sinks = first.setdefault(id(core), torch.zeros_like(sinks)) + sinks * 0
+        return call(core, q, k, v, rows, sinks)
+
+    kforge_parallel.context._call = first_ones
+
+
+@mutation("the balance loss sees the part of a row that a context rank has", "cp2", "experts")
+def balance_of_a_context_rank():
+    kforge_parallel.expert._sum_over = lambda groups, counts: counts

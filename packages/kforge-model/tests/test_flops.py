@@ -77,6 +77,8 @@ def test_number_of_parameters(config: ModelConfig) -> None:
     assert shape["vocab_size"] == model.embed.weight.shape[0]
     assert shape["n_kv_heads"] == (config.n_heads if config.attention == "mla" else config.kv_heads)
     assert shape["head_dim"] == config.head_size
+    further = {"softcap": config.attn_softcap > 0, "sinks": config.sinks, "mtp_depth": config.mtp_depth}
+    assert {name: shape[name] for name in further} == further
     assert all(type(value) in (int, bool) for value in shape.values())
 
 

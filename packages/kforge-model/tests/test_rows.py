@@ -52,6 +52,7 @@ def test_rows_of_documents_are_taken(cuts: list[set[int]], padding: int, spare: 
         ({"doc_ids": torch.tensor([[0, 0, 1, 1, 0, 0]] * 2)}, "doc_ids fall along a row"),
         ({**ends(0, 3, 6, 12), "doc_ids": torch.tensor([[0, 0, 1, 1, 1, 1], [0] * 6])}, "different documents"),
         ({"position_ids": POSITIONS.float()}, r"position_ids came as torch\.float32"),
+        ({"columns": torch.arange(6)}, "rows with columns are a part of the rows, and this attention core wants them"),
     ],
 )
 def test_rows_that_cannot_be(changes: dict[str, Any], words: str) -> None:

@@ -38,11 +38,17 @@ def test_tp_over_hosts_is_marked_and_warned_of(capsys):
 
 
 def test_a_layout_to_come_is_drawn_and_said_to_be_refused(capsys):
-    assert main(["mesh", "--world", "8", "--cp", "2", "--tp", "2", "--ep", "4"]) == 0
+    assert main(["mesh", "--world", "8", "--pp", "2", "--tp", "2", "--ep", "4"]) == 0
     shown = capsys.readouterr().out
     assert "ep [0 1 2 3]" in shown
-    assert "dp_shard × cp (FSDP)" in shown
-    assert "not trained by this version: context parallelism is not available" in shown
+    assert "not trained by this version: pipeline parallelism is not available" in shown
+
+
+def test_parts_of_rows_are_drawn_inside_of_what_shards(capsys):
+    assert main(["mesh", "--world", "8", "--cp", "2", "--tp", "2", "--ep", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "dp_shard × cp (FSDP)" in shown and "cp 1" in shown
+    assert "not trained" not in shown
 
 
 def test_experts_have_a_picture_of_their_own(capsys):

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_parallel import LAYOUT_CLASSES, ParallelConfig, check_layout
+from kforge_parallel.layout import CHUNKS, check_row
 
 SHAPE = {"n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96, "vocab_size": 320, "n_layers": 4, "dim": 30}
 
@@ -13,19 +14,19 @@ def test_every_set_of_axes_is_accepted_or_refused_in_words():
     axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}
     assert set(LAYOUT_CLASSES) == {frozenset(s) for n in range(7) for s in itertools.combinations(axes, n)}
     for layout, sentence in LAYOUT_CLASSES.items():
-        missing = layout & {"pp", "cp"}
+        missing = layout & {"pp"}
         if "ep" in layout and not layout & {"dp_shard", "cp", "tp"}:
             missing = {"ep"}  # lies over others
         assert (sentence is None) == (not missing)
         assert all(f"parallel.{axis}" in sentence for axis in missing)
 
 
-@pytest.mark.parametrize("layout", ["", "r", "s", "t", "rs", "rt", "st", "rst"])
-def test_every_pair_and_the_triple_of_replicas_shards_and_tp_is_accepted(layout):
-    sizes = {"dp_replicate": "r", "dp_shard": "s", "tp": "t"}
+@pytest.mark.parametrize("layout", [set(some) for n in range(5) for some in itertools.combinations("rsct", n)], ids=str)
+def test_every_set_of_replicas_shards_cp_and_tp_is_accepted(layout):
+    sizes = {"dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
     sizes = {axis: 2 if letter in layout else 1 for axis, letter in sizes.items()}
     axes = check_layout(ParallelConfig(**sizes), 2 ** len(layout), SHAPE, 64)
-    assert axes == {"pp": 1, "cp": 1, "ep": 1, **sizes}
+    assert axes == {"pp": 1, "ep": 1, **sizes}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ def test_every_pair_and_the_triple_of_replicas_shards_and_tp_is_accepted(layout)
         ({"tp": 2, "ep": 2, "dp_shard": 1}, 2),
         ({"dp_replicate": 2, "tp": 2, "ep": 2, "dp_shard": 1}, 4),
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 4}, 8),
+        ({"dp_shard": 1, "cp": 2, "ep": 2}, 2),
+        ({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 8}, 8),
     ],
     ids=str,
 )
@@ -58,15 +61,14 @@ def test_ranks_that_hold_the_same_tokens_cannot_send_them_to_experts():
     assert check_layout(ParallelConfig(sequence_parallel=False), 2, {**SHAPE, "n_experts": 4})["tp"] == 1
 
 
-@pytest.mark.parametrize("axis", ["cp", "pp"])
-def test_what_is_to_come_is_refused_with_what_to_set(axis):
-    with pytest.raises(ValueError, match=rf"not available in this version; set parallel\.{axis} to 1.*{axis} 2"):
-        check_layout(ParallelConfig(**{axis: 2}), 4, SHAPE)
+def test_what_is_to_come_is_refused_with_what_to_set():
+    with pytest.raises(ValueError, match=r"not available in this version; set parallel\.pp to 1.*pp 2"):
+        check_layout(ParallelConfig(pp=2), 4, SHAPE)
 
 
 def test_what_is_to_come_is_refused_before_the_number_of_processes_is_looked_at():
-    with pytest.raises(ValueError, match=r"context parallelism is not available in this version"):
-        check_layout(ParallelConfig(cp=2), 1)
+    with pytest.raises(ValueError, match=r"pipeline parallelism is not available in this version"):
+        check_layout(ParallelConfig(pp=2), 1)
     with pytest.raises(ValueError, match="1 process cannot be divided"):
         check_layout(ParallelConfig(tp=2), 1)
 
@@ -148,3 +150,75 @@ def test_what_is_accepted_splits_evenly_and_what_is_refused_does_not(tp, heads, 
 def test_what_is_not_proven_on_several_gpus_is_refused_there_too():
     with pytest.raises(ValueError, match=r"parallel\.async_tp = true is not available in this version"):
         check_layout(ParallelConfig(device="cuda", tp=2, async_tp=True), 2)
+
+
+# ------------------------------------------------------------------------------------------ context parallelism
+
+
+@pytest.mark.parametrize(
+    ("axes", "tokens", "use"),
+    [
+        ({"cp": 4}, 60, "row_tokens = 64, a multiple of 8"),
+        ({"cp": 4, "cp_style": "ulysses"}, 62, "row_tokens = 64, a multiple of 4"),
+        ({"cp": 2, "tp": 2}, 66, "row_tokens = 68, a multiple of 4"),
+        ({"cp": 2, "tp": 3}, 64, "row_tokens = 72, a multiple of 12"),
+        ({"cp": 2, "tp": 3, "cp_style": "ulysses"}, 64, "row_tokens = 66, a multiple of 6"),
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_cut_are_told_a_length_that_can(axes, tokens, use):
+    config = ParallelConfig(dp_shard=1, **axes)
+    world = axes["cp"] * axes.get("tp", 1)
+    with pytest.raises(ValueError) as error:
+        check_layout(config, world, None, tokens)
+    assert f"data.row_tokens = {tokens} cannot be split over parallel.cp = {axes['cp']}" in str(error.value)
+    assert use in str(error.value)
+    assert check_layout(config, world, None, int(use.split()[2].rstrip(",")))
+    assert ("sequence_parallel to false" in str(error.value)) == ("tp" in axes)
+
+
+def test_each_part_of_a_row_is_cut_over_tp_only_where_it_is_asked_for():
+    assert check_layout(ParallelConfig(dp_shard=1, cp=2, tp=3, sequence_parallel=False), 6, None, 64)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from(["allgather", "ulysses"]), st.integers(1, 200))
+def test_the_length_that_is_told_is_the_next_that_can_be_cut(cp, tp, style, tokens):
+    def fits(tokens):
+        try:
+            check_row(tokens, cp, style, tp)
+        except ValueError as error:
+            return int(str(error).split("use row_tokens = ")[1].split(",")[0])
+        return tokens
+
+    chunks = cp * CHUNKS[style] if cp > 1 else 1
+    found = fits(tokens)
+    assert fits(found) == found >= tokens
+    right = [n for n in range(tokens, found + 1) if n % chunks == 0 and n % (cp * tp) == 0]
+    assert right == [found]
+
+
+def test_what_a_style_cannot_do_is_refused_with_what_to_set():
+    every = {"cp": 2}
+    said = refusal(2, {**SHAPE, "softcap": True, "sinks": False}, **every)
+    assert "model.attn_softcap cannot be with parallel.cp = 2" in said
+    assert "cp_style = allgather computes attention itself, without soft-cap; set cp_style to ulysses" in said
+    said = refusal(2, {**SHAPE, "softcap": True, "sinks": True}, **every)
+    assert "model.attn_softcap and sinks cannot be" in said and "without soft-cap and sinks" in said
+    assert check_layout(ParallelConfig(cp=2, cp_style="ulysses"), 2, {**SHAPE, "sinks": True, "mtp_depth": 0})
+    assert check_layout(ParallelConfig(), 2, {**SHAPE, "sinks": True, "mtp_depth": 1})
+    for style in CHUNKS:
+        said = refusal(2, {**SHAPE, "mtp_depth": 1}, cp=2, cp_style=style)
+        assert "model.mtp_depth = 1 cannot be with parallel.cp = 2" in said and "set mtp_depth to 0" in said
+
+
+def test_heads_that_ulysses_cannot_deal_out_are_refused():
+    ulysses = {"cp_style": "ulysses"}
+    said = refusal(3, SHAPE, cp=3, **ulysses)
+    assert "model.n_heads = 8 cannot be split over parallel.cp = 3, as parallel.cp_style = ulysses asks" in said
+    said = refusal(8, {**SHAPE, "n_heads": 12}, cp=4, tp=2, **ulysses)
+    assert "n_heads = 12 cannot be split over parallel.cp = 4 × tp = 2" in said and "a divisor of 6" in said
+    said = refusal(4, {**SHAPE, "n_heads": 12, "n_kv_heads": 6}, cp=4, **ulysses)
+    assert "model.n_kv_heads = 6 (6 on a rank) can be neither split nor repeated" in said
+    assert check_layout(ParallelConfig(cp=4, tp=2, **ulysses), 8, {**SHAPE, "n_kv_heads": 1})
+    assert check_layout(ParallelConfig(cp=3), 3, {**SHAPE, "n_kv_heads": 1})

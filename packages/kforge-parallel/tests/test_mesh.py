@@ -95,6 +95,7 @@ def test_both_roots_give_every_rank_a_place_of_its_own(sizes):
 
 def of_torch(rank, world, layouts):
     import torch
+    import torch.distributed as dist
 
     import kforge_parallel as kp
     from kforge_parallel.mesh import build_mesh
@@ -108,7 +109,8 @@ def of_torch(rank, world, layouts):
         groups = {axis: dense[dim].mesh.tolist() for axis, dim in dims.items()}
         if expert is not None:
             groups |= {axis: expert[axis].mesh.tolist() for axis in ("expert_shard", "ep")}
-        data = (mesh.data_rank, mesh.data_size, mesh.copies, mesh.tp_rank, mesh.tp_size)
+        groups["cp"] = [mesh.rank] if mesh.cp_group is None else dist.get_process_group_ranks(mesh.cp_group)
+        data = (mesh.data_rank, mesh.data_size, mesh.copies, mesh.tp_rank, mesh.tp_size, mesh.cp_rank, mesh.cp_size)
         found.append(
             (groups, mesh.fsdp.mesh.tolist(), mesh.fsdp.mesh_dim_names, mesh.tp.mesh.tolist(), data, str(mesh))
         )
@@ -142,7 +144,7 @@ def test_torch_lays_out_what_the_table_says():
             else:
                 assert names == ("dp_shard",)
                 assert fsdp == groups["fsdp"]
-            shards, copies = table.axes["dp_shard"], 4 // (table.axes["dp_replicate"] * table.axes["dp_shard"])
-            reads = place["dp_replicate"] * shards + place["dp_shard"]
-            assert data == (reads, 4 // copies, copies, place["tp"], table.axes["tp"])
+            shards, parts = table.axes["dp_shard"], table.axes["dp_replicate"] * table.axes["dp_shard"]
+            reads, cp = place["dp_replicate"] * shards + place["dp_shard"], table.axes["cp"]
+            assert data == (reads, parts, 4 // parts // cp, place["tp"], table.axes["tp"], place["cp"], cp)
             assert text.endswith("on cpu (torchrun)")

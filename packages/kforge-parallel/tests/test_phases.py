@@ -40,11 +40,12 @@ def after_launch(rank, world, folder):
     import torch.distributed as dist
 
     # tp groups are not the group of all: torch would give them its own time-out, half an hour
-    mesh = kp.launch(kp.ParallelConfig(dp_shard=2, tp=2, init_timeout_s=LONG, build_timeout_s=LONG, step_timeout_s=1))
+    times = {"init_timeout_s": LONG, "build_timeout_s": LONG, "step_timeout_s": 1}
+    mesh = kp.launch(kp.ParallelConfig(dp_shard=1, cp=2, tp=2, **times))
     both = dist.FileStore(os.path.join(folder, "store"), world)
     said = []
     if rank == 0:
-        for group in (None, mesh.tp.get_group(), mesh.fsdp.get_group()):
+        for group in (None, mesh.tp.get_group(), mesh.fsdp.get_group(), mesh.cp_group):
             with pytest.raises(RuntimeError) as info:
                 dist.all_reduce(torch.ones(1), group=group)
             said.append(str(info.value))
@@ -55,7 +56,7 @@ def after_launch(rank, world, folder):
 
 def test_every_group_waits_for_the_time_of_a_step_once_launched(tmp_path):
     said = run_ranks(after_launch, 4, str(tmp_path), init=False)[0]
-    assert len(said) == 3
+    assert len(said) == 4
     assert all("imed out" in text or "imeout" in text for text in said), said
 
 

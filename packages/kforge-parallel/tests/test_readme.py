@@ -14,7 +14,7 @@ from kforge_parallel.testing import compare
 from kforge_testing import run_ranks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
-FIRST, TOY, ATTENTION, HEAD, MIXTURE, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+FIRST, TOY, ATTENTION, HEAD, MIXTURE, ROW, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def run(source, views="error"):
@@ -138,3 +138,51 @@ def test_the_mixture_computes_what_one_process_computes(tmp_path, monkeypatch):
     batch = {"ids": ids, "labels": ids.roll(-1, 1).masked_fill(ids % 4 == 0, -100)}
     for layout in (ParallelConfig(dp_shard=2, ep=2), ParallelConfig(dp_shard=1, tp=2, ep=2)):
         compare(layout, spread.Model, batch=batch, loss=spread.loss, run=run_ranks, steps=2).check()
+
+
+CUT = """
+from torch import nn
+from readme_whole_head import Head
+from readme_row import PLAN, Attention, rows_of
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(16), Attention(16, 4)
+
+    def forward(self, x, rows):
+        return x + self.attention(self.norm(x), rows)
+
+
+class Model(nn.Module):
+    plan = {"embed": "vocab_embedding", **PLAN, "head": "vocab_loss"}
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = Head(16, 64)
+
+    def forward(self, ids, labels, rows):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, rows)
+        return self.head(x, labels)
+
+
+def loss(model, batch, scale):
+    return scale * model(batch["ids"], batch["labels"], rows_of(batch))
+"""
+
+
+def test_attention_over_parts_of_rows_computes_what_one_process_computes(tmp_path, monkeypatch):
+    for name, text in {"whole_head": HEAD, "row": ROW, "cut": CUT}.items():
+        (tmp_path / f"readme_{name}.py").write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    cut = importlib.import_module("readme_cut")
+    ids = torch.randint(64, (4, 8))
+    batch = {"ids": ids, "labels": ids.roll(-1, 1).masked_fill(ids % 4 == 0, -100)}
+    for layout in ({"cp": 2}, {"cp": 2, "tp": 2, "cp_style": "ulysses"}):
+        config = ParallelConfig(dp_shard=1, **layout)
+        compare(config, cut.Model, batch=batch, loss=cut.loss, run=run_ranks, steps=2).check()

@@ -87,6 +87,9 @@ def model_shape(config: ModelConfig) -> dict[str, int | bool]:
         "head_dim": config.head_size,
         "max_seq_len": config.max_seq_len,
         "tie_embeddings": config.tie_embeddings,
+        "softcap": bool(config.attn_softcap),
+        "sinks": config.sinks,
+        "mtp_depth": config.mtp_depth,
     }
     layers = range(config.n_layers + config.mtp_depth)
     if not all(map(config.has_experts, layers)):

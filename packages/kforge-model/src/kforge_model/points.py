@@ -104,7 +104,7 @@ def attention_weights(
     ids and rows as of the model, packed rows too; layers: None for all. Computed by the formula from the queries and
     keys that the cores get, with scale, soft-cap, window, documents and sinks: the weights of a query sum to 1, with
     sinks to less. Memory: B H S² elements a layer. Runs in eval mode without gradients; under tensor parallelism the
-    heads are this rank's. Not under context parallelism, where no rank has all keys.
+    heads are this rank's; under context parallelism ids and rows are whole on every rank, and each computes all.
 
     Raises ValueError for a layer that the model (or stage) does not have.
     """

@@ -39,8 +39,8 @@ def max_logits(model: Transformer, ids: Tensor, rows: Rows | None = None) -> Ten
     ids and rows as of the model, packed rows too. Returns [layers, heads] in float32 or wider, on the model's device,
     the layers being those of the model (or stage) in their order; blocks of further tokens (mtp_depth) are not among
     them. Under tensor parallelism the heads are this rank's; over ranks with other tokens the caller takes the maximum.
-    Scores are made for a part of the queries at a time. Runs in eval mode without gradients; not under context
-    parallelism, where no rank has all keys.
+    Scores are made for a part of the queries at a time. Runs in eval mode without gradients. Under context
+    parallelism ids and rows are whole on every rank, and each computes all.
     """
     found: dict[int, Tensor] = {}
 

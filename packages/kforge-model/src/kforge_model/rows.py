@@ -32,6 +32,11 @@ class Rows:
     scale: Tensor | None = None
     """Weight of a token in the loss, one or [B,S], for losses that are made inside of the model. `Transformer.forward`
     puts the one there that it is given."""
+    columns: Tensor | None = None
+    """[S] int64: which column of its row each token is, where these are a part of the rows (context parallelism). The
+    core that takes the place of the model's reads it, and ``whole``."""
+    whole: Rows | None = None
+    """The rows that these are a part of."""
 
     @classmethod
     def plain(cls, batch: int, seq: int, device: torch.device | str | None = None, *, first_position: int = 0) -> Rows:
@@ -69,6 +74,11 @@ def check_rows(rows: Rows) -> None:
     Shapes and dtypes always; what stands in ``cu_seqlens`` and ``doc_ids`` where it can be read without waiting for a
     device, on the CPU.
     """
+    if getattr(rows, "columns", None) is not None:
+        raise ValueError(
+            "rows with columns are a part of the rows, and this attention core wants them whole; build the model with "
+            "parallel.cp, which puts another core in its place, or give it rows without columns"
+        )
     shape, docs, ends = tuple(rows.position_ids.shape), rows.doc_ids, rows.cu_seqlens
     if rows.position_ids.dtype not in INDEX_DTYPES:
         raise ValueError(f"position_ids came as {rows.position_ids.dtype}, and must be int64 (or int32)")

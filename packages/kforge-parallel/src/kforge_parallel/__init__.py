@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kforge_parallel.build import parallelize as parallelize
     from kforge_parallel.compile import compile_blocks as compile_blocks
     from kforge_parallel.config import ParallelConfig as ParallelConfig
+    from kforge_parallel.context import shard_rows as shard_rows
     from kforge_parallel.fsdp import full_parameters as full_parameters
     from kforge_parallel.fsdp import full_state as full_state
     from kforge_parallel.fsdp import set_last_microbatch as set_last_microbatch
@@ -62,6 +63,7 @@ _HOME = {
     "recompute_blocks": "activation",
     "resolve_axes": "axes",
     "set_last_microbatch": "fsdp",
+    "shard_rows": "context",
     "shutdown": "world",
 }
 

@@ -1,6 +1,6 @@
 """`parallelize`: from a function that builds a model to that model, spread over the mesh and filled.
 
-The order is fixed, as each step needs what the one before left: build on meta, expert and tensor parallelism,
+The order is fixed, as each step needs what the one before left: build on meta, expert, tensor and context parallelism,
 recompute, compile, shard, allocate, fill. A model that can say how each of its values starts (``init_weights``, or the
 ``init`` argument) is never whole on one device. Any other is built on the CPU, and rank 0's values are given to all.
 """
@@ -20,6 +20,7 @@ from kforge_parallel._torch import times_written
 from kforge_parallel.activation import recompute_blocks
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.config import ParallelConfig
+from kforge_parallel.context import spread_attention
 from kforge_parallel.expert import find_mixtures, spread_experts
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
@@ -84,8 +85,11 @@ def parallelize(
         kv_heads = getattr(model, "shape", {}).get("n_kv_heads")
         apply_plan(model, mesh.tp, words, sequence_parallel=config.sequence_parallel, kv_heads=kv_heads)
         check("tensor parallelism")
-    # A mixture of experts breaks its block into several graphs, and a checkpoint in what is compiled may hold none.
-    mixed = [block for block in block_list if find_mixtures(block)]
+    if mesh.cp_group is not None:
+        spread_attention(model, block_list, mesh.cp_group, config.cp_style)
+    # Experts, or attention over other ranks, break a block into several graphs, and a checkpoint in what is compiled
+    # may hold none.
+    mixed = [block for block in block_list if mesh.cp_size > 1 or find_mixtures(block)]
     if config.compile:
         compile_blocks(mixed)
     recompute_blocks(block_list, config.recompute)
@@ -128,6 +132,11 @@ def _check_axes(config: ParallelConfig, mesh: Mesh) -> None:
                 f"the mesh has {name} = {size}, but the config says {getattr(config, name)}; give `launch` the config, "
                 "and `parallelize` the same one or none"
             )
+    if mesh.cp_size > 1 and config.cp_style != mesh.config.cp_style:
+        raise ValueError(
+            f"the mesh cuts rows for cp_style = {mesh.config.cp_style}, but the config says {config.cp_style}; give "
+            "`launch` the config, and `parallelize` the same one or none"
+        )
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -26,6 +26,9 @@ class ParallelConfig:
     available in this version."""
     cp: int = 1
     """Processes that split each row of tokens (context parallelism). -1: all that are left."""
+    cp_style: Literal["allgather", "ulysses"] = "allgather"
+    """How attention reaches the tokens that other processes have, where cp is above 1. allgather: keys and values of
+    the whole row are gathered. ulysses: each process gets whole rows of its part of the heads."""
     pp: int = 1
     """Processes that split the blocks (pipeline parallelism). -1: all that are left."""
     ep: int = 1

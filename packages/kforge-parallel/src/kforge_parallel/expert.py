@@ -19,7 +19,8 @@ made: nothing is divided and nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,10 +165,11 @@ class AllToAllExchange(nn.Module):
     Memory a layer: k T D elements until backward, and the N rows that the experts keep.
     """
 
-    def __init__(self, group: dist.ProcessGroup, n_experts: int, rows: dist.ProcessGroup | None = None) -> None:
-        """rows: the ranks that hold other tokens of the same rows."""
+    def __init__(self, group: dist.ProcessGroup, n_experts: int, rows: Sequence[dist.ProcessGroup] = ()) -> None:
+        """rows: groups over which a sum, one after the other, is one over all ranks that hold tokens of the same
+        rows."""
         super().__init__()
-        self.group, self.n_experts, self.rows = group, n_experts, rows
+        self.group, self.n_experts, self.rows = group, n_experts, tuple(rows)
 
     # Sizes depend on the data: a graph would be made anew for each.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -181,7 +183,7 @@ class AllToAllExchange(nn.Module):
 
     def sum_counts(self, counts: Tensor) -> Tensor:
         """Counts of a row's tokens, over all ranks that hold a part of it. No gradient."""
-        return counts if self.rows is None else sum_all(counts, self.rows)
+        return _sum_over(self.rows, counts)
 
     def extra_repr(self) -> str:
         return f"{self.n_experts} experts over {self.group.size()} ranks"
@@ -210,13 +212,15 @@ def spread_experts(model: nn.Module, mesh: Mesh, words: Mapping[str, str]) -> li
     experts over tp.
     """
     mixtures = find_mixtures(model)
-    rows = mesh.tp.get_group() if mesh.tp_size > 1 else None
+    row = [] if mesh.cp_group is None else [mesh.cp_group]
     if mesh.expert_mesh is None:
         for name, mixture in mixtures.items():
-            if "experts" in {words.get(parameter) for parameter in _names(name, mixture)}:
-                assert rows is not None
-                vars(mixture.exchange)["sum_counts"] = _sum_over(rows)
+            cut = "experts" in {words.get(parameter) for parameter in _names(name, mixture)}
+            rows = [*row, mesh.tp.get_group()] if cut else row
+            if rows:
+                vars(mixture.exchange)["sum_counts"] = partial(_sum_over, rows)
         return []
+    rows = [*row, mesh.tp.get_group()] if mesh.tp_size > 1 else row
     ep = mesh.expert_mesh["ep"]
     if not mixtures:
         raise ValueError(
@@ -243,8 +247,10 @@ def _names(name: str, mixture: nn.Module) -> list[str]:
     return [f"{name}.experts.{leaf}".lstrip(".") for leaf, _ in mixture.experts.named_parameters()]  # type: ignore
 
 
-def _sum_over(rows: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    return lambda counts: sum_all(counts, rows)
+def _sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
+    for group in groups:
+        counts = sum_all(counts, group)
+    return counts
 
 
 def _deal_out(name: str, experts: nn.Module, ep: DeviceMesh) -> int:

@@ -101,7 +101,7 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
             module.set_gradient_divide_factor(1.0)
             if gradients == "mean":  # no factor: torch 2.13 divides by it twice where there is one shard
-                module.set_all_reduce_hook(partial(_divide, mesh.data_size))
+                module.set_all_reduce_hook(partial(_divide, mesh.data_size * mesh.cp_size))
 
 
 def _divide(by: int, total: torch.Tensor) -> None:

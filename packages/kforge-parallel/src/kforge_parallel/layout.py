@@ -7,13 +7,14 @@ accepted; a class is accepted when tests hold its losses and gradients to those 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from itertools import combinations
 
 from kforge_parallel.axes import AXES, product_text, resolve_axes
 from kforge_parallel.config import ParallelConfig
 
-_NOT_YET = {"pp": "pipeline", "cp": "context"}
+_NOT_YET = {"pp": "pipeline"}
 
 
 def _sentence(axes: frozenset[str]) -> str | None:
@@ -43,8 +44,15 @@ _SHAPE_KEYS = (
     "parameters",
     "block_parameters",
     "n_experts",
+    "softcap",
+    "sinks",
+    "mtp_depth",
 )
 """What may be said of a model; see `check_layout` for those that are looked at."""
+
+CHUNKS = {"allgather": 2, "ulysses": 1}
+"""parallel.cp_style -> chunks of each row that a rank has. Under a causal mask chunk i of 2n sees i + 1 chunks; the
+chunks r and 2n - 1 - r together see 2n + 1, on every rank r of n as much."""
 
 LAYOUT_CLASSES: dict[frozenset[str], str | None] = {
     axes: _sentence(axes) for n in range(len(AXES) + 2) for axes in map(frozenset, combinations((*AXES, "ep"), n))
@@ -60,10 +68,11 @@ def check_layout(
 ) -> dict[str, int]:
     """Sizes of all axes, as `resolve_axes` gives them, for a layout that can be trained.
 
-    shape: sizes of the model. n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers and n_experts are checked where they
-        are there; dim, head_dim, max_seq_len, tie_embeddings, parameters and block_parameters may be there too. Any
-        other key is refused: a misspelt one would leave its size unchecked. None: the model is not looked at.
-    row_tokens: tokens of a row, checked where ranks of a tensor-parallel group hold parts of rows.
+    shape: sizes of the model. n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers, n_experts, and softcap, sinks and
+        mtp_depth, which are 0 or false where the model has none, are checked where they are there; dim, head_dim,
+        max_seq_len, tie_embeddings, parameters and block_parameters may be there too. Any other key is refused: a
+        misspelt one would leave its size unchecked. None: the model is not looked at.
+    row_tokens: tokens of a row, checked where ranks hold parts of rows.
 
     Nothing is contacted. Raises ValueError with the numbers, the options and what to change.
     """
@@ -88,12 +97,10 @@ def check_layout(
                 f"(model.n_experts = {shape['n_experts']}): every tensor-parallel rank would send the whole row to "
                 "them; set sequence_parallel to true, or tp to 1"
             )
-    if row_tokens is not None and config.sequence_parallel and row_tokens % axes["tp"]:
-        raise ValueError(
-            f"data.row_tokens = {row_tokens} cannot be split over parallel.tp = {axes['tp']}, as "
-            f"parallel.sequence_parallel asks; use row_tokens = {_next_multiple(row_tokens, axes['tp'])}, or set "
-            "parallel.sequence_parallel to false"
-        )
+    if shape is not None and axes["cp"] > 1:
+        _check_attention(axes, config.cp_style, shape)
+    if row_tokens is not None:
+        check_row(row_tokens, axes["cp"], config.cp_style, axes["tp"] if config.sequence_parallel else 1)
     refused = LAYOUT_CLASSES[frozenset(name for name, size in axes.items() if size > 1)]
     if refused is not None:
         raise ValueError(f"{refused} (the layout is {product_text(axes)})")
@@ -106,6 +113,62 @@ def check_layout(
             "to false"
         )
     return axes
+
+
+def check_row(tokens: int, cp: int, style: str, tp: int = 1) -> None:
+    """Raise ValueError, which names a length that would do, for rows of ``tokens`` that cannot be cut over ``cp`` ranks
+    and each part of them over ``tp``."""
+    if tokens % (cp * CHUNKS[style] if cp > 1 else 1) == 0 and tokens // cp % tp == 0:
+        return
+    over = f"parallel.cp = {cp}" if cp > 1 else ""
+    if cp > 1 and CHUNKS[style] > 1:
+        over += f", of which each rank has {CHUNKS[style]} chunks as parallel.cp_style = {style} asks"
+    if tp > 1:
+        over += f"{', and each part over ' if over else ''}parallel.tp = {tp}, as parallel.sequence_parallel asks"
+    multiple = math.lcm(cp * CHUNKS[style] if cp > 1 else 1, cp * tp)
+    raise ValueError(
+        f"data.row_tokens = {tokens} cannot be split over {over}; use row_tokens = "
+        f"{_next_multiple(tokens, multiple)}, a multiple of {multiple}"
+        + (", or set parallel.sequence_parallel to false" if tp > 1 else "")
+    )
+
+
+def hindrance(style: str, *, softcap: bool, sinks: bool) -> str | None:
+    """Why a style cannot compute an attention with these; None: it can. Ulysses runs the model's own."""
+    has = [name for name, there in (("soft-cap", softcap), ("sinks", sinks)) if there]
+    if style == "ulysses" or not has:
+        return None
+    return f"parallel.cp_style = {style} computes attention itself, without {_list(has)}; set cp_style to ulysses"
+
+
+def _check_attention(axes: dict[str, int], style: str, shape: Mapping[str, int | bool]) -> None:
+    """Raise ValueError for attention that cannot be computed over cp ranks."""
+    cp, tp = axes["cp"], axes["tp"]
+    why = hindrance(style, softcap=bool(shape.get("softcap")), sinks=bool(shape.get("sinks")))
+    if why is not None:
+        said = _list([name for key, name in (("softcap", "attn_softcap"), ("sinks", "sinks")) if shape.get(key)])
+        raise ValueError(f"model.{said} cannot be with parallel.cp = {cp}: {why}")
+    if shape.get("mtp_depth"):
+        raise ValueError(
+            f"model.mtp_depth = {shape['mtp_depth']} cannot be with parallel.cp = {cp}: what follows a rank's last "
+            "tokens lies on another rank; set mtp_depth to 0, or cp to 1"
+        )
+    heads, kv = shape.get("n_heads"), shape.get("n_kv_heads")
+    if style != "ulysses" or heads is None:
+        return
+    if heads % (tp * cp):
+        raise ValueError(
+            f"model.n_heads = {heads} cannot be split over parallel.cp = {cp}{f' × tp = {tp}' if tp > 1 else ''}, as "
+            "parallel.cp_style = ulysses asks; set cp_style to allgather, or cp to a divisor of "
+            f"{heads // tp}"
+        )
+    here = 0 if kv is None else max(1, kv // tp)
+    if here % cp and cp % here:
+        raise ValueError(
+            f"model.n_kv_heads = {kv} ({here} on a rank) can be neither split nor repeated evenly over "
+            f"parallel.cp = {cp}, as parallel.cp_style = ulysses asks; set cp_style to allgather, or cp to a divisor "
+            f"or a multiple of {here}"
+        )
 
 
 def _check_shape(axes: dict[str, int], shape: Mapping[str, int | bool]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kforge_parallel.axes import AXES as AXES
@@ -31,6 +32,8 @@ class Mesh:
     """The expert root: dimensions pp, dp_replicate, expert_shard, ep. None where ep is 1."""
     config: ParallelConfig = field(default_factory=ParallelConfig)
     """What `launch` was given; `parallelize` goes by it unless it is told otherwise."""
+    cp_group: dist.ProcessGroup | None = None
+    """The ranks that have the other parts of this one's rows, in order of their parts. None where cp is 1."""
 
     @property
     def rank(self) -> int:
@@ -55,8 +58,19 @@ class Mesh:
 
     @property
     def copies(self) -> int:
-        """How many ranks read the same rows: a sum over all ranks counts everything this many times."""
-        return self.size // self.data_size
+        """How many ranks have the same tokens: a sum over all ranks counts everything this many times. Ranks that
+        differ in cp have other tokens of the same rows."""
+        return self.size // (self.data_size * self.cp_size)
+
+    @property
+    def cp_size(self) -> int:
+        """Number of parts that each row is cut into."""
+        return self.axes["cp"]
+
+    @property
+    def cp_rank(self) -> int:
+        """Which part of each row this process has."""
+        return self.device_mesh.get_local_rank("dp_shard") % self.axes["cp"]
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -104,4 +118,8 @@ def build_mesh(config: ParallelConfig, world: World, device: torch.device) -> Me
     expert = None
     if axes["ep"] > 1:
         expert = init_device_mesh(device.type, (*outer, expert_shard(axes), axes["ep"]), mesh_dim_names=EXPERT_AXES)
-    return Mesh(world, device, axes, dense, expert, config)
+    row = None
+    if axes["cp"] > 1:
+        ranks = torch.arange(world.size).view(-1, axes["cp"], axes["tp"]).transpose(1, 2).flatten(0, 1)
+        row, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return Mesh(world, device, axes, dense, expert, config, row)

@@ -95,6 +95,8 @@ def _named_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup | None]]:
     for root in (mesh.device_mesh, mesh.expert_mesh):
         if root is not None and root.mesh_dim_names is not None:
             named += [(name, root.get_group(name)) for name in root.mesh_dim_names]
+    if mesh.cp_group is not None:
+        named.append(("cp", mesh.cp_group))
     return named
 
 

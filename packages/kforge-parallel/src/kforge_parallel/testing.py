@@ -226,7 +226,8 @@ def compare(
         layout it goes through `parallelize`; on one process it is used as it is.
     batch: name -> tensor with the rows of the whole batch on dimension 0; floating-point ones are brought to the
         precision. Data rank r of n gets the r-th of n equal
-        parts, cut into ``microbatches``. The same batch serves in every step.
+        parts, cut into ``microbatches``, and of those the tokens that `shard_rows` gives it. The same batch serves in
+        every step.
     loss: ``loss(model, batch, scale) -> scalar``: the sum of ``scale`` × the loss of every row or token in a batch.
         Sums, so that unequal microbatches and ranks add up; ``scale`` is 1 / ``count(whole batch)``, a 0-dim tensor.
     same_microbatches: one process sees the microbatches of all ranks, one after the other; for models in which the rows
@@ -311,6 +312,7 @@ def _train_spread(
 ) -> dict[str, dict[str, float]]:
     """What this rank has to say about the layout: its differences from the reference."""
     from kforge_parallel.build import parallelize
+    from kforge_parallel.context import shard_rows
     from kforge_parallel.fsdp import set_last_microbatch
     from kforge_parallel.world import launch
 
@@ -321,9 +323,10 @@ def _train_spread(
 
     def total(value: Tensor) -> Tensor:
         dist.all_reduce(value)
-        return value / (mesh.size // mesh.data_size)  # ranks that share rows have counted them all
+        return value / mesh.copies  # ranks that have the same tokens have counted them all
 
-    got = _train(model, recipe, _cut(mine, recipe.microbatches), total, set_last_microbatch)
+    window = [shard_rows(part, mesh) for part in _cut(mine, recipe.microbatches)]
+    got = _train(model, recipe, window, total, set_last_microbatch)
     return differences(got, want, measure)
 
 

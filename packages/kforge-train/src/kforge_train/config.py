@@ -92,12 +92,11 @@ class JobConfig:
                 f"optim.qk_clip changes nothing under model.qk_norm = {self.model.qk_norm!r}, which bounds the scores "
                 "already; leave one of them out"
             )
-        for axis, why in (("cp", "sees all keys of a row"), ("pp", "has all layers")):
-            if getattr(self.parallel, axis) > 1:
-                raise ValueError(
-                    f"optim.qk_clip does not work with parallel.{axis} = {getattr(self.parallel, axis)}, as no rank "
-                    f"{why}; bound the scores by model.qk_norm instead"
-                )
+        if self.parallel.pp > 1:
+            raise ValueError(
+                f"optim.qk_clip does not work with parallel.pp = {self.parallel.pp}, as no rank has all layers; bound "
+                "the scores by model.qk_norm instead"
+            )
 
 
 def optim_config(config: JobConfig) -> OptimConfig:

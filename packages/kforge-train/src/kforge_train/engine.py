@@ -9,13 +9,21 @@ import torch.distributed as dist
 from torch import nn
 
 from kforge_model import Rows
-from kforge_parallel import Mesh, set_last_microbatch
+from kforge_parallel import Mesh, set_last_microbatch, shard_rows
 
 Batch = dict[str, Any]
 
 
 def rows_of(batch: Batch) -> Rows:
-    """What the model is told about a microbatch beside its ids: positions and document boundaries."""
+    """What the model is told about a microbatch beside its ids: positions and document boundaries. Of a part that
+    `shard_rows` made, also where it lies in the whole."""
+    if "whole" in batch:
+        return Rows(
+            position_ids=batch["position_ids"],
+            doc_ids=batch["doc_ids"],
+            columns=batch["columns"],
+            whole=rows_of(batch["whole"]),
+        )
     return Rows(
         position_ids=batch["position_ids"],
         cu_seqlens=batch["cu_seqlens"],
@@ -33,8 +41,9 @@ class PlainEngine:
         self.reduce_each = reduce_each
 
     def scored_tokens(self, window: list[Batch]) -> torch.Tensor:
-        """Labels that count, summed over the window and over every data rank: float64 device scalar."""
-        count = torch.stack([(batch["labels"] != -100).sum() for batch in window]).sum()
+        """Labels that count, summed over the window and over every data and context rank: float64 device scalar."""
+        parts = [shard_rows(batch, self.mesh) for batch in window]
+        count = torch.stack([(part["labels"] != -100).sum() for part in parts]).sum()
         if self.mesh.size > 1:
             dist.all_reduce(count)
         return count.to(torch.float64) / self.mesh.copies
@@ -44,11 +53,12 @@ class PlainEngine:
         nll, without what is trained on beside it (z-loss, smoothing, further tokens).
 
         ``scale`` is 1 / scored tokens of the global window, so that the parts of all ranks add up to the mean; ranks
-        that read the same rows share their part evenly.
+        that have the same tokens share their part evenly.
         """
         parts = []
         for i, batch in enumerate(window):
             set_last_microbatch(self.model, self.reduce_each or i == len(window) - 1)
+            batch = shard_rows(batch, self.mesh)
             loss, nll = self.model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=scale)
             loss.backward()
             parts.append((nll * scale).sum())

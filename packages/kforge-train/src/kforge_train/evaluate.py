@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kforge_data import TokenShards, evaluation_batches
-from kforge_parallel import Mesh, find_world, launch, shutdown
+from kforge_parallel import Mesh, find_world, launch, shard_rows, shutdown
 from kforge_train.config import JobConfig
 from kforge_train.engine import rows_of
 from kforge_train.errors import ConfigError, config_errors
@@ -52,6 +52,7 @@ def evaluate(
         ):
             if stop is not None and anywhere(stop(), mesh):
                 return None
+            batch = shard_rows(batch, mesh)
             _, nll = model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=one)
             total += torch.stack([nll.sum(dtype=torch.float64), (batch["labels"] != -100).sum().to(torch.float64)])
     finally:

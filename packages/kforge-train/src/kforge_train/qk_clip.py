@@ -26,7 +26,7 @@ def clip_scores(
     weights, and scale down the heads that exceed ``optim.qk_clip`` on any rank, unless ``gate`` is 0.
 
     Every rank calls it. The rows are those of the whole global batch, so the layout changes nothing. Costs a forward
-    pass without gradients; factors stay on the device.
+    pass without gradients, which context ranks make of whole rows each; factors stay on the device.
     """
     if not config.qk_clip or step % config.qk_clip_every_steps:
         return

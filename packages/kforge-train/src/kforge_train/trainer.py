@@ -202,9 +202,11 @@ class Trainer:
         job = self.job
         parameters = sum(p.numel() for p in job.model.parameters())
         job.log.info("%s; %s parameters; %s", job.mesh, f"{parameters:,}", self.config.train.run_dir)
-        layout: dict[str, int | bool] = {axis: size for axis, size in job.mesh.axes.items() if size > 1}
+        layout: dict[str, int | bool | str] = {axis: size for axis, size in job.mesh.axes.items() if size > 1}
         if "tp" in layout:
             layout["sequence_parallel"] = self.config.parallel.sequence_parallel
+        if "cp" in layout:
+            layout["cp_style"] = self.config.parallel.cp_style
         values = {"config": asdict(self.config), "versions": versions(), "world": job.mesh.size}
         job.tracker.event("start", self.next_step, {**values, "layout": layout, "parameters": parameters})
         if not self.config.model.layout_exact:
