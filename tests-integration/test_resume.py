@@ -20,6 +20,7 @@ INT8 = {"optim__moments": "int8", "model__vocab_size": 512}  # embedding and hea
         pytest.param(2, {"optim__ema_decay": 0.9, "parallel__storage": "split"}, id="2-ema-split"),
         pytest.param(2, {"optim__offload": True, "parallel__storage": "split"}, id="2-offload-split"),
         pytest.param(2, {"parallel__tp": 2, "parallel__precision": "fp16"}, id="2-tp-fp16"),
+        pytest.param(2, {"data__batch_phases": '[{"steps": 7, "rows": 2}, {"steps": 5, "rows": 4}]'}, id="2-phases"),
         pytest.param(4, {"parallel__tp": 2, "parallel__storage": "split", **INT8}, id="4-tp-split-int8"),
     ],
 )
@@ -74,6 +75,34 @@ def test_two_processes_then_four_then_one(tokens, tmp_path, model, layouts):
     if model:
         for name in ("moe/balance_loss", "moe/1/load_max", "moe/1/bias_range"):
             assert values(tmp_path / "moved", name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-9), name
+
+
+PHASES = '[{"steps": 5, "rows": 4}, {"tokens": 700, "rows": 8}]'  # 8 rows of 32 tokens: 3 steps
+
+
+def test_a_batch_that_grows(tokens, tmp_path):
+    """The rows of a run whose batch does not grow, in its order, cut into other steps; layouts and resumes, inside of
+    phases, change neither them nor the losses; tokens are counted, and the rate is a function of the step."""
+    common = {"train__steps": 12, "ckpt__every_steps": 3, "model__vocab_size": 64, "data__global_rows": 16}
+    common |= {"data__batch_phases": PHASES, "data__microbatch_rows": 1}
+    ((_, rows),) = run_ranks(train_noting_rows, 1, job(tokens, tmp_path / "whole", **common), None, init=False)
+    plain = job(tokens, tmp_path / "plain", train__steps=27, data__global_rows=4, model__vocab_size=64)
+    assert run_ranks(train_noting_rows, 1, plain, None, init=False) == [(0, rows)]
+    seen = []
+    for world, die_at, tp in ((2, 3, 1), (4, 6, 2), (4, None, 1)):
+        config = job(tokens, tmp_path / "moved", **common, parallel__tp=tp)
+        ranks = run_ranks(train_noting_rows, world, config, die_at, init=False)
+        seen += [row for rank in range(0, world, tp) for row in ranks[rank][1]]
+    assert sorted(seen) == sorted(rows) and len(rows) == 5 * 4 + 3 * 8 + 4 * 16
+    expected, got = values(tmp_path / "whole", "loss"), values(tmp_path / "moved", "loss")
+    assert got == pytest.approx(expected, rel=1e-11) and list(got) == list(range(1, 13))
+    steps = [4 * 32] * 5 + [8 * 32] * 3 + [16 * 32] * 4
+    for run in ("whole", "moved"):
+        counted = values(tmp_path / run, "tokens_total")
+        assert list(counted.values()) == [sum(steps[: step + 1]) for step in range(12)]
+    same_rate = job(tokens, tmp_path / "rate", train__steps=12)
+    assert run_ranks(train, 1, same_rate, init=False) == [0]
+    assert values(tmp_path / "whole", "lr") == values(tmp_path / "rate", "lr")
 
 
 def evaluated(rank, world, run_dir):

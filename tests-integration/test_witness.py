@@ -56,6 +56,7 @@ CHANGES = {
     "data.heldout": "",
     "data.row_tokens": 16,
     "data.global_rows": 4,
+    "data.batch_phases": '[{"steps": 1, "rows": 4}]',
     "data.microbatch_rows": 2,
     "data.seed": 2,
     "data.shuffle": False,

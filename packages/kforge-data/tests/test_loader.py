@@ -189,6 +189,7 @@ def test_the_state_is_a_few_numbers(numbered: Make) -> None:
     loader.next()
     state = loader.state_dict()
     assert len(json.dumps(state)) < 400
+    assert state.pop("batch_phases") == []
     assert all(isinstance(value, int | str | bool) for value in state.values())
     loader.close()
 
@@ -242,6 +243,54 @@ def test_rows_of_after_global_rows_changed(numbered: Make) -> None:
     again.load_state_dict(loader.state_dict())
     assert again.step == 5 and again.rows_of(range(3, 4)).tolist() == after[0]
     assert len({row for rows in before + after for row in rows}) == 44
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("microbatch", [None, 2])
+def test_phases_cut_the_same_rows_into_other_steps(numbered: Make, workers: int, microbatch: int | None) -> None:
+    """Killed in the second of three phases and gone on with another number of processes."""
+    source = numbered(64)
+    options = {"global_rows": 16, "batch_phases": [(3, 4), (2, 8)], "microbatch_rows": microbatch, "workers": workers}
+    straight, _ = step_of(source, 1, None, 8, **options)
+    assert [len(rows) for rows in straight] == [4, 4, 4, 8, 8, 16, 16, 16]
+    plain, _ = step_of(source, 1, None, 19, global_rows=4)
+    assert [row for rows in straight for row in rows] == [row for rows in plain for row in rows]
+    for then in (1, 2, 4):
+        before, state = step_of(source, 2, None, 4, **options)
+        if microbatch is not None and then == 4:
+            options = {**options, "microbatch_rows": 1}
+        after, end = step_of(source, then, state, 4, **options)
+        assert before + after == straight
+        assert (end["position"], end["base_step"], end["base_position"]) == (76, 0, 0)
+
+
+def test_phases_that_change_at_a_resume(numbered: Make) -> None:
+    """Each step has the rows that its number says, of the phases that hold now, and no row is lost or repeated."""
+    source = numbered(100)
+    before, state = step_of(source, 1, None, 4, global_rows=16, batch_phases=[(3, 4), (2, 8)])
+    loader = load(source, global_rows=2, batch_phases=[(5, 10), (1, 6)])
+    loader.load_state_dict(state)
+    assert (loader.step, loader.position) == (4, 20)
+    after = [seen(loader.next()) for _ in range(3)]
+    assert [len(rows) for rows in after] == [10, 6, 2] and loader.step == 7
+    assert loader.rows_of(range(4, 7)).tolist() == [row for rows in after for row in rows]
+    with pytest.raises(ValueError, match="step 3 lies before step 4, where a resume changed global_rows to 2 or the"):
+        loader.rows_of(range(3, 5))
+    expected = source.rows_at(np.arange(38), row_tokens=4, seed=42, shuffle=True).tolist()
+    assert [row for rows in before + after for row in rows] == expected
+
+
+def test_an_epoch_that_ends_inside_a_phase(numbered: Make) -> None:
+    source = numbered(11)
+    for world in (1, 2):
+        options = {"world": world, "global_rows": 8, "batch_phases": [(2, 4)], "epochs": 1}
+        loaders = [load(source, rank=rank, **options) for rank in range(world)]
+        windows = [list(loader) for loader in loaders]
+        assert [len(window) for window in windows] == [3] * world
+        rows = [number for step in range(3) for window in windows for number in seen(window[step])]
+        assert sorted(rows) == list(range(11))
+        assert all(loader.position == 11 and loader.step == 3 for loader in loaders)
+        assert all(len(batch["row_ids"]) == 8 // world for window in windows for batch in window[2])
 
 
 def test_rows_of_stops_where_the_epochs_do(numbered: Make) -> None:
@@ -358,6 +407,8 @@ def test_closing_ends_the_threads(numbered: Make) -> None:
         ({"global_rows": 0}, "global_rows = 0"),
         ({"global_rows": 10, "world": 4}, "by 4 data-parallel processes; set global_rows to 8 or 12"),
         ({"global_rows": 2, "world": 4}, "set global_rows to 4"),
+        ({"global_rows": 8, "world": 4, "batch_phases": [(1, 6)]}, r"batch_phases\[0\].rows to 4 or 8"),
+        ({"global_rows": 8, "world": 2, "batch_phases": [(1, 6)], "microbatch_rows": 4}, "rows = 6; set micro.* to 3"),
         ({"global_rows": 24, "world": 2, "microbatch_rows": 5}, "set microbatch_rows to 4"),
         ({"microbatch_rows": 0}, "microbatch_rows = 0"),
         ({"rank": 2, "world": 2}, "rank = 2 is not one of 2"),

@@ -141,6 +141,11 @@ def test_schedule_prints_rates_and_draws_them(tmp_path: Path, capsys: pytest.Cap
     assert first.split() == ["step", "learning", "rate", "weight", "decay"]
     assert [line.split()[:2] for line in lines][3:6] == [["3", "0.8"], ["4", "1"], ["5", "1"]]  # up in 5 steps
     assert {line.split()[2] for line in lines} == {"0.05"}
+    growing = '[{"steps": 2, "rows": 1}, {"steps": 1, "rows": 3}]'  # 512, 512, 1536 tokens a step, then 1024
+    for warmup, rates in ((2561, ["0.25", "0.5", "0.75", "1"]), (2560, ["0.3333", "0.6667", "1", "1"])):
+        batch = [*tokens, f"--optim.warmup_tokens={warmup}", "--data.batch_phases", growing]
+        assert main(["schedule", *job, *batch]) == 0
+        assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:5]] == rates
     assert main(["schedule", *job, f"--out={tmp_path / 'rate.png'}"]) == 0
     assert (tmp_path / "rate.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'rate.png'}\n")

@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "model.expert_capacity": 1.5,
     "parallel.dp_shard": 2,
     "data.microbatch_rows": 4,
+    "data.batch_phases": [{"steps": 7, "rows": 8}],
     "optim.name": "muon",
     "optim.muon_method": "polar_express",
     "optim.muon_scale": "original",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from kforge_data.batch_size import BatchSize, read_batch_phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,10 @@ class DataConfig:
     """Length of a row, in tokens."""
     global_rows: int = 32
     """Rows of one optimizer step over all processes."""
+    batch_phases: tuple[dict[str, Any], ...] = ()
+    """Steps of other sizes that come first, one phase after the other, each with `rows` and its length in `steps` or in
+    `tokens` (rounded up to whole steps), as [{tokens = 1000000, rows = 8}, {steps = 500, rows = 16}]; then global_rows.
+    Rows come in the same order as ever. Empty: all steps have global_rows."""
     microbatch_rows: int | None = None
     """Rows that one process sees in one forward pass. None: all that it has in a step (no accumulation)."""
     seed: int = 1
@@ -42,3 +48,8 @@ class DataConfig:
             raise ValueError(f"data.microbatch_rows = {self.microbatch_rows} must be at least 1")
         if self.workers < 0:
             raise ValueError(f"data.workers = {self.workers} must be 0 (no read-ahead) or more")
+        read_batch_phases(self.batch_phases, self.row_tokens)
+
+    def batch_size(self) -> BatchSize:
+        """Rows of each step."""
+        return BatchSize(self.global_rows, read_batch_phases(self.batch_phases, self.row_tokens))

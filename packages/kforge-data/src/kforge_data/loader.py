@@ -1,9 +1,9 @@
 """The loader: the batches of each optimizer step, in an order that is a function of (seed, position).
 
 Position p, counted over all processes from the first row of the first epoch, leads to one row. Step k of a run with
-`global_rows` = G takes positions k*G to (k+1)*G - 1, and rank r of W the r-th of W equal parts of them. So the state
-is the position and what identifies the sequence; the number of processes, the microbatch and the read-ahead threads
-decide who reads a row, never which rows a step has.
+`global_rows` = G takes positions k*G to (k+1)*G - 1 (with phases of other sizes, as many as `BatchSize` says), and rank
+r of W the r-th of W equal parts of them. So the state is the position and what identifies the sequence; the number of
+processes, the microbatch and the read-ahead threads decide who reads a row, never which rows a step has.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
+from kforge_data.batch_size import BatchSize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -37,7 +38,9 @@ class Loader:
         global_rows: G, rows of one optimizer step over all processes.
         rank, world: this process and how many there are. They may change at every resume.
         seed: chooses the order.
-        microbatch_rows: B, rows of one batch; None takes all of G/world. world * B must divide G.
+        microbatch_rows: B, rows of one batch; None takes all of G/world. world * B must divide G, and the rows of
+            each phase.
+        batch_phases: (steps, rows of a step over all processes) that come first, one after the other; then G.
         shuffle: a new pseudo-random order for every epoch; False: rows as they lie.
         isolate_documents: positions restart and boundaries are given per document; False: a row is one text.
             Labels never cross a document either way.
@@ -60,34 +63,36 @@ class Loader:
         world: int = 1,
         seed: int = 1,
         microbatch_rows: int | None = None,
+        batch_phases: Sequence[tuple[int, int]] = (),
         shuffle: bool = True,
         isolate_documents: bool = True,
         workers: int = 1,
         device: str | torch.device = "cpu",
         epochs: int | None = None,
     ) -> None:
-        self._rank_rows, self._microbatch_rows = _split(global_rows, rank, world, microbatch_rows)
+        self._size = BatchSize(global_rows, tuple(batch_phases))
+        for name, rows in self._size.sizes():
+            _check_split(name, rows, rank, world, microbatch_rows)
         if workers < 0:
             raise ValueError(f"workers = {workers} must be 0 (no read-ahead) or more")
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs = {epochs} must be at least 1, or None to go on for ever")
         self._rows = _rows_or_error(source, row_tokens)
-        self._source, self._row_tokens, self._global_rows = source, row_tokens, global_rows
-        self._rank, self._seed, self._shuffle = rank, seed, shuffle
+        self._source, self._row_tokens, self._microbatch_rows = source, row_tokens, microbatch_rows
+        self._rank, self._world, self._seed, self._shuffle = rank, world, seed, shuffle
         self._isolate_documents, self._device = isolate_documents, torch.device(device)
-        self._cu_length = (
-            cu_seqlens_length(source, row_tokens=row_tokens, microbatch_rows=self._microbatch_rows)
-            if isolate_documents
-            else None
-        )
+        self._cu_lengths: dict[int, int | None] = {
+            rows: cu_seqlens_length(source, row_tokens=row_tokens, microbatch_rows=rows) if isolate_documents else None
+            for rows in {microbatch_rows or rows // world for _, rows in self._size.sizes()}
+        }
         self._end = None if epochs is None else epochs * self._rows
         self._position = 0
-        # Steps are counted from here: the start of the run, or the resume that changed global_rows.
+        # Steps are counted from here: the start of the run, or the resume that changed the size of steps.
         self._base_step, self._base_position = 0, 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kforge-data") if workers else None
         self._ahead: deque[Future[Batch]] = deque()
-        self._ahead_count = self._microbatches + workers
-        self._read_position, self._read_microbatch = 0, 0
+        self._workers = workers
+        self._read_step, self._read_microbatch = 0, 0
         self._closed = False
 
     # Where it stands.
@@ -100,7 +105,7 @@ class Loader:
     @property
     def step(self) -> int:
         """Number of the step that `next` gives next, from 0."""
-        return self._base_step + -(-(self._position - self._base_position) // self._global_rows)
+        return self._size.step_at(self._position - self._base_position + self._size.before(self._base_step))
 
     @property
     def epoch(self) -> int:
@@ -115,18 +120,15 @@ class Loader:
     def rows_of(self, steps: range) -> NDArray[np.int64]:
         """Row ids that these steps take, over all ranks, in order; int64, shorter where the last epoch ends.
 
-        ValueError for steps before a resume that changed global_rows: they were cut otherwise.
+        ValueError for steps before a resume that changed the size of steps: they were cut otherwise.
         """
         if len(steps) and min(steps) < self._base_step:
             raise ValueError(
                 f"step {min(steps)} lies before step {self._base_step}, where a resume changed global_rows to "
-                f"{self._global_rows}; its rows are known to the loader of before"
+                f"{self._size.global_rows} or the phases before; its rows are known to the loader of before"
             )
-        first = self._base_position + (np.array(steps, np.int64) - self._base_step) * self._global_rows
-        positions = (first[:, None] + np.arange(self._global_rows)).reshape(-1)
-        if self._end is not None:
-            positions = positions[positions < self._end]
-        return self._rows_at(positions)
+        positions = [np.arange(self._first(step), self._first(step + 1), dtype=np.int64) for step in steps]
+        return self._rows_at(np.concatenate([np.empty(0, np.int64), *positions]))
 
     # Batches.
 
@@ -140,11 +142,12 @@ class Loader:
         if self._end is not None and self._position >= self._end:
             raise StopIteration
         try:
-            batches = [to_device(self._take(), self._device) for _ in range(self._microbatches)]
+            step = self.step
+            batches = [to_device(self._take(step), self._device) for _ in range(self._microbatches(step))]
         except BaseException:
             self._forget_ahead()
             raise
-        self._position = self._after(self._position)
+        self._position = self._first(step + 1)
         return batches
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -153,32 +156,41 @@ class Loader:
     def __next__(self) -> list[Batch]:
         return self.next()
 
-    def _after(self, position: int) -> int:
-        return position + self._global_rows if self._end is None else min(position + self._global_rows, self._end)
+    def _first(self, step: int) -> int:
+        """Position at which a step begins, at most the end of the last epoch."""
+        first = self._base_position + self._size.before(step) - self._size.before(self._base_step)
+        return first if self._end is None else min(first, self._end)
 
-    @property
-    def _microbatches(self) -> int:
-        return self._rank_rows // self._microbatch_rows
+    def _rows_a_batch(self, step: int) -> int:
+        return self._microbatch_rows or self._size.at(step) // self._world
 
-    def _take(self) -> Batch:
+    def _microbatches(self, step: int) -> int:
+        return self._size.at(step) // self._world // self._rows_a_batch(step)
+
+    def _take(self, step: int) -> Batch:
+        """The next microbatch, which is one of ``step``; as many as that step has, and one a thread, are read ahead."""
         if self._pool is None:
             return self._read(*self._advance())
-        while len(self._ahead) < self._ahead_count and (self._end is None or self._read_position < self._end):
+        while len(self._ahead) < self._microbatches(step) + self._workers and not self._ends_at(self._read_step):
             self._ahead.append(self._pool.submit(self._read, *self._advance()))
         return self._ahead.popleft().result()
 
+    def _ends_at(self, step: int) -> bool:
+        return self._end is not None and self._first(step) >= self._end
+
     def _advance(self) -> tuple[int, int]:
-        """(step position, microbatch) to read, and the cursor moved past it."""
-        this = (self._read_position, self._read_microbatch)
+        """(step, microbatch) to read, and the cursor moved past it."""
+        this = (self._read_step, self._read_microbatch)
         self._read_microbatch += 1
-        if self._read_microbatch == self._microbatches:
-            self._read_position, self._read_microbatch = self._after(self._read_position), 0
+        if self._read_microbatch == self._microbatches(self._read_step):
+            self._read_step, self._read_microbatch = self._read_step + 1, 0
         return this
 
-    def _read(self, step_position: int, microbatch: int) -> Batch:
-        offset = self._rank * self._rank_rows + microbatch * self._microbatch_rows
-        positions = step_position + offset + np.arange(self._microbatch_rows, dtype=np.int64)
-        row_ids = np.full(self._microbatch_rows, PADDING_ROW, np.int64)
+    def _read(self, step: int, microbatch: int) -> Batch:
+        rows = self._rows_a_batch(step)
+        offset = self._rank * (self._size.at(step) // self._world) + microbatch * rows
+        positions = self._first(step) + offset + np.arange(rows, dtype=np.int64)
+        row_ids = np.full(rows, PADDING_ROW, np.int64)
         here = positions if self._end is None else positions[positions < self._end]
         row_ids[: len(here)] = self._rows_at(here)
         return make_batch(
@@ -186,7 +198,7 @@ class Loader:
             row_ids,
             row_tokens=self._row_tokens,
             isolate_documents=self._isolate_documents,
-            cu_length=self._cu_length,
+            cu_length=self._cu_lengths[rows],
             pin=self._device.type == "cuda",
         )
 
@@ -197,7 +209,7 @@ class Loader:
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
-        self._read_position, self._read_microbatch = self._position, 0
+        self._read_step, self._read_microbatch = self.step, 0
 
     # State.
 
@@ -210,7 +222,8 @@ class Loader:
             "shuffle": self._shuffle,
             "row_tokens": self._row_tokens,
             "fingerprint": self._source.fingerprint,
-            "global_rows": self._global_rows,
+            "global_rows": self._size.global_rows,
+            "batch_phases": [list(phase) for phase in self._size.phases],
             "base_step": self._base_step,
             "base_position": self._base_position,
         }
@@ -218,7 +231,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state. world, microbatch_rows, workers, device and isolate_documents may differ.
 
-        So may global_rows and epochs: the rows that follow are the same, cut into other steps. Another source, seed,
+        So may global_rows, batch_phases and epochs: the rows that follow are the same, cut into other steps, of which
+        each has the size that its number says. Another source, seed,
         row_tokens or shuffle is another sequence, in which the position means nothing: ValueError that lists them.
         """
         if state.get("version") != _STATE_VERSION:
@@ -239,12 +253,15 @@ class Loader:
         position = int(state["position"])
         if position < 0:
             raise ValueError(f"a loader state with position {position}, which cannot be negative")
-        saved_rows, step, base = int(state["global_rows"]), int(state["base_step"]), int(state["base_position"])
-        if saved_rows == self._global_rows and (position - base) % saved_rows == 0:
+        size = BatchSize(
+            int(state["global_rows"]), tuple((int(n), int(rows)) for n, rows in state.get("batch_phases", []))
+        )
+        step, base = int(state["base_step"]), int(state["base_position"])
+        rows = position - base + size.before(step)
+        if size == self._size and size.before(size.step_at(rows)) == rows:
             self._base_step, self._base_position = step, base
         else:  # steps from here on are cut otherwise than those before
-            self._base_step = step + -(-(position - base) // saved_rows)
-            self._base_position = position
+            self._base_step, self._base_position = size.step_at(rows), position
         self._position = position
         self._forget_ahead()
 
@@ -325,31 +342,29 @@ def _evaluation_batches(
         yield to_device(batch, device)
 
 
-def _split(global_rows: int, rank: int, world: int, microbatch_rows: int | None) -> tuple[int, int]:
-    """(rows of one rank in a step, rows of one microbatch), or a ValueError that says what to change."""
-    if global_rows < 1:
-        raise ValueError(f"global_rows = {global_rows} must be at least 1")
+def _check_split(name: str, rows: int, rank: int, world: int, microbatch_rows: int | None) -> None:
+    """ValueError that says what to change, where the rows of a step cannot be cut for ranks and microbatches."""
+    if rows < 1:
+        raise ValueError(f"{name} = {rows} must be at least 1")
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"rank = {rank} is not one of {world} processes, counted from 0")
-    if global_rows % world:
-        lower, upper = global_rows // world * world, -(-global_rows // world) * world
+    if rows % world:
+        lower, upper = rows // world * world, -(-rows // world) * world
         choice = f"{lower} or {upper}" if lower else str(upper)
         raise ValueError(
-            f"global_rows = {global_rows} cannot be shared evenly by {world} data-parallel processes; "
-            f"set global_rows to {choice}"
+            f"{name} = {rows} cannot be shared evenly by {world} data-parallel processes; set {name} to {choice}"
         )
-    rank_rows = global_rows // world
+    rank_rows = rows // world
     if microbatch_rows is None:
-        return rank_rows, rank_rows
+        return
     if microbatch_rows < 1:
         raise ValueError(f"microbatch_rows = {microbatch_rows} must be at least 1")
     if rank_rows % microbatch_rows:
         divisors = [n for n in range(1, min(rank_rows, microbatch_rows) + 1) if rank_rows % n == 0]
         raise ValueError(
             f"microbatch_rows = {microbatch_rows} does not divide the {rank_rows} rows that each of {world} processes "
-            f"has of global_rows = {global_rows}; set microbatch_rows to {divisors[-1]}, or another divisor"
+            f"has of {name} = {rows}; set microbatch_rows to {divisors[-1]}, or another divisor"
         )
-    return rank_rows, microbatch_rows
 
 
 def _rows_or_error(source: Source, row_tokens: int) -> int:

@@ -69,17 +69,17 @@ def check(config: JobConfig, world_size: int) -> None:
     data = config.data
     if not data.train:
         raise ConfigError("data.train is empty; name a folder of token shards (kforge-data tokenize writes one)")
-    if data.global_rows % ranks:
-        raise ConfigError(
-            f"data.global_rows = {data.global_rows} cannot be shared evenly by {ranks} data ranks; "
-            f"use a multiple of {ranks}"
-        )
-    micro = data.microbatch_rows
-    if micro is not None and (data.global_rows // ranks) % micro:
-        raise ConfigError(
-            f"data.microbatch_rows = {micro} does not divide the {data.global_rows // ranks} rows that each of "
-            f"{ranks} data ranks has in a step (global_rows = {data.global_rows})"
-        )
+    for name, rows in data.batch_size().sizes():
+        if rows % ranks:
+            raise ConfigError(
+                f"data.{name} = {rows} cannot be shared evenly by {ranks} data ranks; use a multiple of {ranks}"
+            )
+        micro = data.microbatch_rows
+        if micro is not None and (rows // ranks) % micro:
+            raise ConfigError(
+                f"data.microbatch_rows = {micro} does not divide the {rows // ranks} rows that each of "
+                f"{ranks} data ranks has in a step ({name} = {rows})"
+            )
     try:
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     except (OSError, ValueError) as error:
@@ -219,6 +219,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             row_tokens=data.row_tokens,
             global_rows=data.global_rows,
             microbatch_rows=data.microbatch_rows,
+            batch_phases=data.batch_size().phases,
             rank=mesh.data_rank,
             world=mesh.data_size,
             seed=data.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from kforge_ckpt.config import CkptConfig
@@ -101,4 +101,8 @@ class JobConfig:
 
 def optim_config(config: JobConfig) -> OptimConfig:
     """How a job learns, with every length in steps."""
-    return config.optim.in_steps(config.data.global_rows * config.data.row_tokens)
+    optim, data = config.optim, config.data
+    if optim.warmup_tokens and data.batch_phases:
+        rows = -(-optim.warmup_tokens // data.row_tokens)
+        return replace(optim, warmup_steps=data.batch_size().step_at(rows), warmup_tokens=0)
+    return optim.in_steps(data.global_rows * data.row_tokens)

@@ -67,6 +67,7 @@ class Trainer:
         job = self.job
         with job.tracker.data_wait():
             window = job.loader.next()
+        rows = self.config.data.batch_size().at(self.next_step)
         scored = job.engine.scored_tokens(window)
         boost = job.scaler.scale  # 1, but for fp16
         scale = boost / scored.clamp(min=1)  # a window without a label to score changes nothing
@@ -85,7 +86,7 @@ class Trainer:
         clip_scores(job.model, job.optimizer, self.config.optim, job.mesh, window, vote.gate, self.next_step)
         job.tracker.step(
             self.next_step,
-            tokens=self.config.data.global_rows * self.config.data.row_tokens,
+            tokens=rows * self.config.data.row_tokens,
             scored_tokens=scored,
             loss=vote.loss,
             norm=norm,
