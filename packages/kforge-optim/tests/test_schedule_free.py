@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from kforge_optim import OptimConfig, Optimizer, Rates, ScheduleFreeAdamW, Slot, build_optimizer
+from kforge_optim import GroupRule, OptimConfig, Optimizer, Rates, ScheduleFreeAdamW, Slot, build_optimizer
 from kforge_optim.sharding import copy_into
 from kforge_testing import run_ranks
 
@@ -316,6 +316,13 @@ def test_what_cannot_be_is_refused() -> None:
         build_optimizer(tiny(), config(betas=(0.0, 0.9)), 10)
     with pytest.raises(ValueError, match=r"optim\.momentum_phases: schedule_free keeps its first beta"):
         build_optimizer(tiny(), config(momentum_phases=({"schedule": "linear", "from": 0.5, "to": 0.9},)), 10)
+    moving = OptimConfig(
+        momentum_phases=({"from": 0.5},),
+        schedule="constant",
+        groups=(GroupRule(name="averaged", role="matrices", optimizer="schedule_free"),),
+    )  # the momentum that moves is AdamW's
+    momenta = {name: rates.momentum for name, rates in build_optimizer(tiny(), moving, 10).rates().items()}
+    assert momenta.pop("averaged") is None and set(momenta.values()) == {0.5}
     with pytest.raises(ValueError, match=r"momentum = 0\.8: schedule_free keeps its first beta"):
         rule = ScheduleFreeAdamW()
         rule.update([Slot("w", Bowl().weight)], rates=Rates(0.1, 0.0, momentum=0.8), scale=None, gate=None)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim_models import tiny
 from torch import nn
 
 from kforge_optim import (
+    GroupRule,
     OptimConfig,
     Rates,
     build_optimizer,
@@ -428,9 +430,51 @@ def test_plot(tmp_path: Path) -> None:
     assert one[..., :3].std() > 0.01  # not blank
     found = curves(moving, 100)
     assert list(found) == ["learning rate", "momentum", "weight decay"]
-    assert [curve(50) for curve in found.values()] == pytest.approx([3e-4, 0.9, 0.05])
+    assert {line: curve(50) for lines in found.values() for line, curve in lines.items()} == {
+        "all": pytest.approx(0.05),
+        "adamw": 0.9,
+    }
+    assert found["learning rate"]["all"](50) == pytest.approx(3e-4)
     with pytest.raises(ValueError, match="longer than the run"):
         plot(plain, 5, tmp_path / "none.png")
+
+
+def test_each_group_has_its_curve(tmp_path: Path) -> None:
+    """What the optimizer will use, of every group and every step."""
+    values = OptimConfig(
+        name="muon",
+        lr=0.02,
+        adamw_lr=0.01,
+        schedule="linear",
+        warmup_steps=3,
+        momentum_phases=({"steps": 9, "schedule": "linear", "from": 0.8, "to": 0.95},),
+        weight_decay_phases=({"schedule": "cosine", "to": 0.5},),
+        groups=(
+            GroupRule(name="slow", match=r"^layers\.0", lr_scale=0.1, weight_decay=0.3),
+            GroupRule(name="steady", role="embeddings", schedule="constant", lr=0.01),
+        ),
+    )
+    optimizer = build_optimizer(tiny(), values, 20)
+    found = curves(values, 20, optimizer.groups)
+    whose = {
+        "slow.matrices": ("slow.matrices", "slow.matrices, slow.norms_and_biases"),
+        "slow.norms_and_biases": ("slow.norms_and_biases", "slow.matrices, slow.norms_and_biases"),
+        "steady": ("steady", "steady, norms_and_biases"),
+        "matrices": ("matrices", "matrices, head"),
+        "head": ("head, norms_and_biases", "matrices, head"),
+        "norms_and_biases": ("head, norms_and_biases", "steady, norms_and_biases"),
+    }
+    assert {rate for rate, _ in whose.values()} == found["learning rate"].keys()
+    assert {decay for _, decay in whose.values()} == found["weight decay"].keys()
+    for step in range(25):
+        optimizer.schedule_step = step
+        for name, rates in optimizer.rates().items():
+            assert found["learning rate"][whose[name][0]](step) == rates.lr
+            assert found["weight decay"][whose[name][1]](step) == rates.weight_decay
+            if name.endswith("matrices"):
+                assert found["momentum"]["muon"](step) == rates.momentum
+    plot(values, 20, tmp_path / "groups.png", optimizer.groups)
+    assert (tmp_path / "groups.png").stat().st_size > 10_000
 
 
 def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

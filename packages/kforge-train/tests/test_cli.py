@@ -146,6 +146,15 @@ def test_schedule_prints_rates_and_draws_them(tmp_path: Path, capsys: pytest.Cap
         batch = [*tokens, f"--optim.warmup_tokens={warmup}", "--data.batch_phases", growing]
         assert main(["schedule", *job, *batch]) == 0
         assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:5]] == rates
+    groups = '[{"name": "slow", "match": "^layers.0", "lr_scale": 0.5, "schedule": "constant"}]'
+    assert main(["schedule", *job, "--optim.groups", groups, "--optim.momentum_phases", '[{"from": 0.9}]']) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    columns = ["step", "learning rate: slow.matrices, slow.norms_and_biases"]
+    columns += ["learning rate: matrices, embeddings and 1 more", "momentum"]
+    assert [name.strip() for name in first.split("  ") if name] == columns
+    assert lines[5].split() == ["5", "0.5", "1", "0.9"]
+    assert main(["schedule", *job, "--optim.groups", groups.replace("0", "77")]) == 2
+    assert "fits no trainable parameter" in capsys.readouterr().err
     assert main(["schedule", *job, f"--out={tmp_path / 'rate.png'}"]) == 0
     assert (tmp_path / "rate.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'rate.png'}\n")

@@ -194,6 +194,7 @@ def build_groups(
     taken = _first_fits(roles, every)
     groups = []
     for index, rule in [*enumerate(rule for _, rule in every), (None, GroupRule(name="by role"))]:
+        schedule = _own_schedule(rule, config, total_steps)
         split: dict[str, dict[str, nn.Parameter]] = {}
         for name, (role, parameter) in roles.items():
             if taken.get(name) == index:
@@ -207,7 +208,8 @@ def build_groups(
                     name=role if index is None else of_rule,
                     parameters=split[role],
                     fused_weights={key: cut for key, cut in fused.items() if key in split[role]},
-                    **_settings(rule, role, config, matrices_only, total_steps),
+                    schedule=schedule,
+                    **_settings(rule, role, config, matrices_only),
                 )
             )
     check_owned_once(groups)
@@ -255,9 +257,17 @@ def algorithm_name(optimizer: str, options: Mapping[str, Any]) -> str:
     return optimizer + (f"({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else "")
 
 
-def _settings(
-    rule: GroupRule, role: str, config: OptimConfig, matrices_only: bool, total_steps: int | None
-) -> dict[str, Any]:
+def _own_schedule(rule: GroupRule, config: OptimConfig, total_steps: int | None) -> Schedule | None:
+    """The schedule that a rule brings along, one for all its groups."""
+    if rule.schedule is None and not rule.schedule_options:
+        return None
+    if total_steps is None:
+        raise ValueError(f"group rule {rule.name!r} has a schedule of its own, which wants total_steps")
+    with _of_rule(rule):
+        return build_schedule(_schedule_config(rule, config), total_steps)
+
+
+def _settings(rule: GroupRule, role: str, config: OptimConfig, matrices_only: bool) -> dict[str, Any]:
     """The fields of a group that do not depend on which parameters are in it."""
     optimizer, options = config.name, config.options
     if rule.optimizer is not None:
@@ -266,17 +276,10 @@ def _settings(
         optimizer, options = "adamw", {}
     lr = config.adamw_lr if optimizer == "adamw" and config.adamw_lr is not None else config.lr
     decay = config.weight_decay if role in DECAYED else 0.0
-    schedule = None
-    if rule.schedule is not None or rule.schedule_options:
-        if total_steps is None:
-            raise ValueError(f"group rule {rule.name!r} has a schedule of its own, which wants total_steps")
-        with _of_rule(rule):
-            schedule = build_schedule(_schedule_config(rule, config), total_steps)
     return {
         "algorithm": algorithm_name(optimizer, options),
         "lr": rule.lr if rule.lr is not None else lr * (rule.lr_scale or 1.0),
         "weight_decay": decay if rule.weight_decay is None else rule.weight_decay,
-        "schedule": schedule,
         "schedule_name": rule.schedule or config.schedule,
     }
 

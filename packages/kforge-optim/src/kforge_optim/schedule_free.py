@@ -120,6 +120,6 @@ def _move(
 @register_optimizer("schedule_free")
 def build_schedule_free(config: OptimConfig) -> ScheduleFreeAdamW:
     """Schedule-Free AdamW with the betas and eps of ``config``. Raises ValueError for a momentum that moves."""
-    if config.momentum_phases:
+    if config.momentum_phases and config.name == "schedule_free":
         raise ValueError("optim.momentum_phases: schedule_free keeps its first beta, it cannot be scheduled; drop them")
     return ScheduleFreeAdamW(betas=config.betas or (0.9, 0.95), eps=config.eps)

@@ -15,12 +15,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from kforge_optim.config import OptimConfig
 from kforge_optim.phases import SHAPES, check_shape, read_phases, value_at
 from kforge_optim.registry import Registry
+
+if TYPE_CHECKING:
+    from kforge_optim.groups import Group
+
+T = TypeVar("T")
 
 Schedule = Callable[[int], float]
 """Step (from 0) -> factor of the peak rate, in [0, 1]."""
@@ -340,27 +347,59 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
     return schedule
 
 
-def curves(config: OptimConfig, total_steps: int) -> dict[str, Schedule]:
-    """What of ``config`` moves, by name, as functions of the step: the peak rate times its factor, and, where they have
-    phases, the momentum and the weight decay. Raises ValueError as `build_schedule` does."""
+def curves(config: OptimConfig, total_steps: int, groups: Sequence[Group] = ()) -> dict[str, dict[str, Schedule]]:
+    """What of ``config`` moves, as functions of the step: quantity -> whose it is -> its value. The quantities are
+    ``learning rate`` and, where they have phases, ``momentum``, of the optimizer ``config.name``, and ``weight decay``.
+
+    groups: those of an `Optimizer` of ``config``, each with its rate and decay; what is alike has one entry. Without
+    them there is one, of ``config.lr`` and ``config.weight_decay``.
+
+    Raises ValueError as `build_schedule` does.
+    """
     rate = build_schedule(config, total_steps)
     momentum = build_momentum_schedule(config, total_steps)
     decay = build_weight_decay_schedule(config, total_steps)
-    found: dict[str, Schedule] = {"learning rate": lambda step: config.lr * rate(step)}
+    rates = _alike((group.name, (group.lr, group.schedule or rate)) for group in groups)
+    decays = _alike((group.name, group.weight_decay) for group in groups)
+    found: dict[str, dict[str, Schedule]] = {
+        "learning rate": {
+            whose: partial(_times, peak, schedule)
+            for whose, (peak, schedule) in rates.items() or [("all", (config.lr, rate))]
+        }
+    }
     if momentum is not None:
-        found["momentum"] = momentum
+        found["momentum"] = {config.name: momentum}
     if decay is not None:
-        found["weight decay"] = lambda step: config.weight_decay * decay(step)
+        found["weight decay"] = {
+            whose: partial(_times, peak, decay) for whose, peak in decays.items() or [("all", config.weight_decay)]
+        }
     return found
 
 
-def plot(config: OptimConfig, total_steps: int, path: str | os.PathLike[str]) -> None:
-    """Draw the `curves` of a run of ``total_steps`` over its steps, one below the other, as a picture at ``path``.
+def _times(peak: float, schedule: Schedule, step: int) -> float:
+    return peak * schedule(step)
+
+
+def _alike(values: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Values by name -> each value once, under the names that have it."""
+    names: dict[T, list[str]] = {}
+    for name, value in values:
+        names.setdefault(value, []).append(name)
+    labels = {
+        value: ", ".join(having[:2]) + f" and {len(having) - 2} more" * (len(having) > 2)
+        for value, having in names.items()
+    }
+    return {"all" if len(names) == 1 else label: value for value, label in labels.items()}
+
+
+def plot(config: OptimConfig, total_steps: int, path: str | os.PathLike[str], groups: Sequence[Group] = ()) -> None:
+    """Draw the `curves` of a run of ``total_steps`` over its steps, a quantity below the other, as a picture at
+    ``path``.
 
     The name's ending says the format (png, svg, pdf). Raises ValueError as `build_schedule` does, and ImportError with
     the name of the extra without matplotlib.
     """
-    found = curves(config, total_steps)
+    found = curves(config, total_steps, groups)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -368,10 +407,13 @@ def plot(config: OptimConfig, total_steps: int, path: str | os.PathLike[str]) ->
     steps = sorted({*range(0, total_steps, max(1, total_steps // 2000)), total_steps - 1})
     figure = Figure(figsize=(7.0, 0.8 + 2.2 * len(found)), dpi=150, layout="constrained")
     column = figure.subplots(len(found), sharex=True, squeeze=False)[:, 0]
-    for axes, (name, curve) in zip(column, found.items(), strict=True):
-        axes.plot(steps, [curve(step) for step in steps])
+    for axes, (quantity, lines) in zip(column, found.items(), strict=True):
+        for whose, curve in lines.items():
+            axes.plot(steps, [curve(step) for step in steps], label=whose)
+        if len(lines) > 1:
+            axes.legend(fontsize=7)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel(name)
+        axes.set_ylabel(quantity)
         axes.grid(True, alpha=0.3)
     column[-1].set_xlabel("optimizer step")
     column[-1].xaxis.get_major_locator().set_params(integer=True)

@@ -22,7 +22,7 @@ from kforge_ckpt import Checkpointer, CkptConfig, RngState
 from kforge_data import DataConfig, Loader, Tokenizer, TokenShards, pack_rows
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
-from kforge_optim import LossScaler, Optimizer, build_optimizer
+from kforge_optim import Group, LossScaler, Optimizer, build_optimizer
 from kforge_optim.optimizer import Storage
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
@@ -62,9 +62,7 @@ def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
     check_parts(config.model)
     axes = check_layout(config.parallel, world_size, model_shape(config.model), config.data.row_tokens)
-    with torch.device("meta"):
-        model = kforge_model.build_model(config.model)
-    _optimizer(config, model, "fp32")  # knows the names, whether lengths fit, and what rules fit
+    groups_of(config)  # knows the names, whether lengths fit, and what rules fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
     if not data.train:
@@ -132,6 +130,13 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
         gradients="sum",
         cast_inputs=False,
     )
+
+
+def groups_of(config: JobConfig) -> list[Group]:
+    """The groups of parameters of a job's optimizer, from shapes alone. Raises ValueError as `build_optimizer`."""
+    with torch.device("meta"):
+        model = kforge_model.build_model(config.model)
+    return _optimizer(config, model, "fp32").groups
 
 
 def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:

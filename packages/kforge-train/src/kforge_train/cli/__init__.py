@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kforge_train._version import __version__
 from kforge_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kforge_optim import Group
 
 CONFIG_EXIT = 2
 SILENT_S = 10.0
@@ -71,7 +74,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
     train = command("train", _train, "Train a model, or go on with a run that was stopped.")
     config = command("config", _config, "Print the resolved job, with where each value came from; starts nothing.")
-    schedule = command("schedule", _schedule, "How the learning rate of a job moves, as a table or a picture.")
+    schedule = command("schedule", _schedule, "How the rates of a job move, as a table or a picture.")
     for sub in (train, config, schedule):
         sub.add_argument("source", nargs="?", metavar="PRESET_OR_FILE", help="a preset's name or a TOML file")
         sub.usage = f"{sub.prog} [PRESET_OR_FILE] [--section.key VALUE ...]"
@@ -134,10 +137,15 @@ def _schedule(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
 
     config = resolve_config(args.source, overrides).config
     with config_errors():
-        sys.stdout.write(show.rates(optim_config(config), config.train.steps))
+        groups: list[Group] = []
+        if config.optim.groups or config.optim.adamw_lr is not None or config.model.mup_base_dim is not None:
+            from kforge_train.build import groups_of  # wants the names of parameters, and so torch
+
+            groups = groups_of(config)
+        sys.stdout.write(show.rates(optim_config(config), config.train.steps, groups))
         if args.out is not None:
             try:
-                plot(optim_config(config), config.train.steps, args.out)
+                plot(optim_config(config), config.train.steps, args.out, groups)
             except (ImportError, OSError) as error:
                 raise ConfigError(str(error)) from None
             print(args.out)

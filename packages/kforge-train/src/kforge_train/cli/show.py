@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kforge_optim.config import OptimConfig
 from kforge_train.resolve import Resolved
 from kforge_train.toml import to_toml
+
+if TYPE_CHECKING:
+    from kforge_optim import Group
 
 
 def as_text(resolved: Resolved) -> str:
@@ -20,13 +25,20 @@ def as_json(resolved: Resolved) -> str:
     return json.dumps({"config": dataclasses.asdict(resolved.config), "origin": resolved.origin}, indent=2)
 
 
-def rates(config: OptimConfig, total_steps: int) -> str:
+def rates(config: OptimConfig, total_steps: int, groups: Sequence[Group]) -> str:
     """What moves in a run, at its first and last step, as warm-up ends, and at each tenth: a line a step, from 0."""
     from kforge_optim.schedules import curves
 
-    found = curves(config, total_steps)
+    found = {
+        quantity if len(lines) == 1 else f"{quantity}: {whose}": curve
+        for quantity, lines in curves(config, total_steps, groups).items()
+        for whose, curve in lines.items()
+    }
     tenths = {total_steps * tenth // 10 for tenth in range(10)}
     steps = sorted({*tenths, min(config.warmup_steps, total_steps - 1), total_steps - 1})
-    lines = ["".join(f"{name:>16}" for name in ("step", *found))]
-    lines += [f"{step:>16}" + "".join(f"{curve(step):>16.4g}" for curve in found.values()) for step in steps]
+    widths = {name: max(16, len(name) + 2) for name in found}
+    lines = [f"{'step':>16}" + "".join(f"{name:>{width}}" for name, width in widths.items())]
+    for step in steps:
+        cells = (f"{curve(step):>{widths[name]}.4g}" for name, curve in found.items())
+        lines.append(f"{step:>16}" + "".join(cells))
     return "\n".join(lines) + "\n"
