@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ import kforge_ckpt
 from kforge_ckpt import Checkpointer
 
 README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_the_example_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    example, _ = EXAMPLES
     monkeypatch.chdir(tmp_path)
     runs: list[dict[str, object]] = [{}, {}]
     for run in runs:
@@ -29,6 +31,14 @@ def test_the_example_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytes
     model = runs[1]["model"]
     assert isinstance(model, nn.Linear) and head.weight.equal(model.weight)
     assert torch.equal(head.bias, model.bias)
+
+
+def test_the_example_in_an_object_store(s3: Any) -> None:
+    example = EXAMPLES[1].replace("my-bucket", s3.bucket)
+    run: dict[str, Any] = {}
+    exec(example, run)
+    assert run["ckpt"].steps() == [1000]
+    assert {key.split("/")[2].split("-")[0] for key in s3.names()} == {"latest", "step_00001000"}
 
 
 def test_every_public_name_is_there_and_says_what_it_is() -> None:

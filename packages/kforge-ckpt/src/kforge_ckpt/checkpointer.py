@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,12 @@ from typing import Any, Literal
 from kforge_ckpt import commit
 from kforge_ckpt.background import Background
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
-from kforge_ckpt.files import FileRecord, write_file
+from kforge_ckpt.files import FileRecord, Place, place, write_file
 from kforge_ckpt.fitting import Fit
-from kforge_ckpt.lock import FolderLock
+from kforge_ckpt.lease import Lease
+from kforge_ckpt.lock import FolderLock, lock
 from kforge_ckpt.ranks import Ranks
+from kforge_ckpt.remote import is_url
 from kforge_ckpt.restoring import Plan, Saved, read_meta
 from kforge_ckpt.retention import Retention, read_scores, write_scores
 from kforge_ckpt.safetensors import header_of, write_tensors
@@ -41,7 +42,7 @@ class Save:
 
     step: int
     what: str
-    folder: Path
+    folder: Place
     started: float
     collected: Collected
     tree: Json
@@ -53,9 +54,10 @@ class Checkpointer:
     """Saves what is `Stateful` under a name, and restores it in any number of processes and any layout.
 
     Works with and without a process group; with one, `save` and `restore` are collective calls of all its ranks and
-    ``dir`` is a folder that all of them see. `latest`, `steps` and `meta` are local.
+    ``dir`` is a place that all of them see. `latest`, `steps` and `meta` are local.
 
-    dir: the folder of the checkpoints; made by the first save.
+    dir: the folder of the checkpoints; made by the first save. Or a URL of fsspec (``s3://bucket/run``): each rank
+        sends its files there itself.
     keep_last, keep_every, keep_steps, keep_doubling_from, keep_best, best_metric, best_is_highest: which checkpoints
         are kept, by default the three newest; the fields of `Retention`. The one just saved is kept always.
     mode: "sync": `save` returns when the checkpoint is committed. "async": tensors are copied to host memory, and
@@ -94,9 +96,11 @@ class Checkpointer:
             raise ValueError("overlap, writer and staging_bytes are of mode 'async'; leave them out, or set the mode")
         if writer == "process" and not hasattr(os, "memfd_create"):
             raise ValueError("writer = 'process' needs memory without a name, which only Linux has; use 'thread'")
+        if writer == "process" and is_url(dir):
+            raise ValueError("writer = 'process' writes files of this host, and a URL is none; use 'thread'")
         if staging_bytes is not None and staging_bytes < 1:
             raise ValueError(f"staging_bytes = {staging_bytes} must be some bytes, or None")
-        self.dir = Path(dir)
+        self.dir = place(dir)
         self.keep = Retention(
             last=keep_last,
             every=keep_every,
@@ -115,7 +119,7 @@ class Checkpointer:
         self._ranks_then: Ranks | None = None
         self._agreement = Agreement()
         self._damaged: set[int] = set()
-        self._lock: FolderLock | None = None
+        self._lock: FolderLock | Lease | None = None
         self._saving = Background()
         self._tidying = Background()
         self._staging: Staging | None = None
@@ -136,7 +140,7 @@ class Checkpointer:
         """What was given as ``meta`` when the step was saved."""
         return read_meta(commit.Contents(self._folder(step)))
 
-    def _folder(self, step: int) -> Path:
+    def _folder(self, step: int) -> Place:
         found = commit.committed(self.dir)
         if step not in found:
             there = f"there are {', '.join(map(str, found))}" if found else "there is none at all"
@@ -184,7 +188,7 @@ class Checkpointer:
         with ExitStack() as stack:
             passing = ranks.all(what, lambda: enter_forms(states, stack))
             collected, tree, layout = self._agreement.reach(ranks, what, step, lambda: collect(states, meta))
-            folder = Path(ranks.first(what, lambda: self._stage(step)))
+            folder = self.dir / ranks.first(what, lambda: self._stage(step))
             job = Save(step, what, folder, started, collected, tree, layout, temporary)
             if self.mode == "sync":
                 self._finish(ranks, job, self._direct(job))
@@ -248,15 +252,15 @@ class Checkpointer:
 
     def _stage(self, step: int) -> str:
         if self._lock is None:
-            self._lock = FolderLock(self.dir)
+            self._lock = lock(self.dir)
             weakref.finalize(self, self._lock.release)
         left = commit.leftovers(self.dir)
         folder = commit.stage(self.dir, step)
         if left:
             self._tidying.start("ckpt-clean", lambda: self._clean(left))
-        return str(folder)
+        return folder.name
 
-    def _clean(self, left: list[Path]) -> None:
+    def _clean(self, left: list[Place]) -> None:
         for path in left:
             commit.discard(path)
             logger.info("removed %s, left behind by a save or a deletion that did not end", path)
@@ -268,7 +272,7 @@ class Checkpointer:
             size = ranks.first(job.what, lambda: self._commit(job, files, ranks.world))
         except BaseException:
             if ranks.rank == 0:
-                shutil.rmtree(job.folder, ignore_errors=True)
+                commit.discard(job.folder)
             raise
         if ranks.rank == 0:
             self._saved(job, size)
@@ -276,6 +280,8 @@ class Checkpointer:
     def _commit(self, job: Save, files: dict[str, FileRecord], world: int) -> int:
         commit.reached("all ranks written")
         files = files | write_shared(job.folder, job.step, world, job.layout.index, job.tree, job.collected.meta)
+        assert self._lock is not None
+        self._lock.check()
         commit.commit(self.dir, job.folder, job.step, files, temporary=job.temporary)
         return sum(record.size for record in files.values())
 
@@ -290,17 +296,17 @@ class Checkpointer:
             scores = read_scores(self.dir) if self.keep.best else None
             old = self.keep.expendable(found, temporary=temporary, scores=scores, protect=[job.step])
             aside = [(step, commit.put_aside(self.dir, found[step])) for step in old]
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning("step %d is committed, but tidying up %s failed: %s", job.step, self.dir, error)
             return
         if aside:
             self._tidying.start("ckpt-delete", lambda: self._delete(aside))
 
-    def _delete(self, aside: list[tuple[int, Path]]) -> None:
+    def _delete(self, aside: list[tuple[int, Place]]) -> None:
         for step, folder in aside:
             try:
                 commit.remove(folder)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 logger.warning("%s, the deleted step %d, was not removed: %s", folder, step, error)
             else:
                 self._tell("checkpoint_deleted", step=step, path=str(folder))
@@ -325,7 +331,7 @@ class Checkpointer:
     def _staged(self, job: Save, staging: Staging) -> WriteTensors:
         """From where they were copied to."""
 
-        def write_later(path: Path) -> FileRecord:
+        def write_later(path: Place) -> FileRecord:
             head, blocks = header_of(job.layout.specs, path.name), staging.blocks()
             try:
                 if self.writer == "thread":
@@ -333,6 +339,7 @@ class Checkpointer:
                 assert self._memory is not None and self._memory.handle is not None
                 if self._process is None or not self._process.alive:
                     self._process = WriterProcess(self._memory.handle)
+                assert isinstance(path, Path)
                 return self._process.write_file(path, head, blocks)
             finally:
                 staging.stop()
@@ -374,7 +381,7 @@ class Checkpointer:
         found = ranks.first(what, lambda: self._choose(step))
         for chosen, folder in found:
             try:
-                self._restore(ranks, states, chosen, Path(folder), verify == "full", fit or Fit(), accept)
+                self._restore(ranks, states, chosen, self.dir / folder, verify == "full", fit or Fit(), accept)
             except DamagedCheckpointError as error:
                 self._damaged.add(chosen)
                 if (chosen, folder) == found[-1]:
@@ -390,7 +397,7 @@ class Checkpointer:
         ranks: Ranks,
         states: Mapping[str, Stateful],
         step: int,
-        folder: Path,
+        folder: Place,
         full: bool,
         fit: Fit,
         accept: Callable[[int, dict[str, Any]], None] | None,
@@ -421,8 +428,8 @@ class Checkpointer:
     def _choose(self, step: int | None) -> list[tuple[int, str]]:
         """The checkpoint to restore, and those to try after it where it is damaged."""
         if step is not None:
-            return [(step, str(self._folder(step)))]
-        return [(step, str(folder)) for step, folder in reversed(commit.committed(self.dir).items())]
+            return [(step, self._folder(step).name)]
+        return [(step, folder.name) for step, folder in reversed(commit.committed(self.dir).items())]
 
     # Both.
 

@@ -14,6 +14,8 @@ from kforge_ckpt._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kforge_ckpt.files import Place
+
 FOUND = 1
 USER_ERROR = 2
 WHICH = "a folder of checkpoints (its newest), FOLDER@STEP, or the folder of one step"
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
 
     ls = _command(commands, "ls", _ls, "the checkpoints of a folder")
-    ls.add_argument("folder", type=Path)
+    ls.add_argument("folder", type=_place)
 
     show = _command(commands, "show", _show, "what a checkpoint holds")
     show.add_argument("checkpoint", help=WHICH)
@@ -61,10 +63,10 @@ def parser() -> argparse.ArgumentParser:
 
     cp = _command(commands, "cp", _cp, "copy a checkpoint to another folder of checkpoints")
     cp.add_argument("checkpoint", help=WHICH)
-    cp.add_argument("folder", type=Path)
+    cp.add_argument("folder", type=_place)
 
     rm = _command(commands, "rm", _rm, "delete checkpoints")
-    rm.add_argument("folder", type=Path)
+    rm.add_argument("folder", type=_place)
     rm.add_argument("steps", nargs="+", type=int, metavar="STEP")
     rm.add_argument("--all", action="store_true", help="also the last ones of the folder")
 
@@ -78,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     merge = _command(commands, "merge", _merge, "the mean of several checkpoints, as a checkpoint")
     merge.add_argument("checkpoint", nargs="+", help=WHICH)
     merge.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="the folder of checkpoints to write to"
+        "--out", type=_place, required=True, metavar="FOLDER", help="the folder of checkpoints to write to"
     )
     merge.add_argument("--weights", type=float, nargs="+", metavar="W", help="one a checkpoint (default: alike)")
     merge.add_argument("--state", nargs="+", default=["model"], metavar="NAME", help="which states (default: model)")
@@ -89,6 +91,16 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     added.set_defaults(run=run)
     return added
+
+
+def _place(text: str) -> Place:
+    from kforge_ckpt.errors import CheckpointError
+    from kforge_ckpt.files import place
+
+    try:
+        return place(text)
+    except CheckpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -139,9 +151,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     from kforge_ckpt.errors import CheckpointError
     from kforge_ckpt.tools import find
 
-    folders: list[Path] = []
-    for place in arguments.checkpoint:
-        folders += committed(Path(place)).values() if arguments.all else [find(place)]
+    folders: list[Place] = []
+    for where in arguments.checkpoint:
+        folders += committed(_place(where)).values() if arguments.all else [find(where)]
     if not folders:
         raise CheckpointError("there is no committed checkpoint to verify")
     damaged = 0

@@ -9,6 +9,10 @@ A save of step 10 goes through these states, and a process that dies in any of t
    here go by the folders, so that a lost or wrong ``latest`` costs nothing.
 
 Deleting goes the other way: renamed to a staging name first, then removed.
+
+An object store knows no rename. There the folder is called ``step_00000010-1a2b3c4d/`` from the start, a name that no
+other save has, and exists as a checkpoint from the moment that its marker is there, which is written last. Deleting
+removes the marker first.
 """
 
 from __future__ import annotations
@@ -19,12 +23,20 @@ import logging
 import os
 import re
 import secrets
-import shutil
-from pathlib import Path
 from typing import Any
 
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
-from kforge_ckpt.files import FileRecord, checksum, checksum_text, write_json
+from kforge_ckpt.files import (
+    FileRecord,
+    Place,
+    checksum,
+    checksum_text,
+    entries,
+    remove_tree,
+    replace_file,
+    write_json,
+)
+from kforge_ckpt.remote import RemotePath
 
 FORMAT = 1
 """Version of the layout on disk. A reader refuses a higher one."""
@@ -45,11 +57,14 @@ POINTS = (
     "prune renamed",
     "pruned",
 )
-"""The named points of a save, in order, at which `reached` is called (the last two for each deleted step)."""
+"""The named points of a save, in order, at which `reached` is called (the last two for each deleted step). In an object
+store nothing is renamed, or staged to be."""
 
 logger = logging.getLogger("kforge_ckpt")
-_STEP = re.compile(r"step_(\d+)", re.ASCII)
+_STEP = re.compile(r"step_(\d+)(-[0-9a-f]{8})?", re.ASCII)
 _STAGING = re.compile(r"step_\d+\.tmp-[0-9a-f]{8}", re.ASCII)
+_PUT_BY = "put-by-"
+"""How an object begins that keeps a folder without a marker from being removed."""
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
@@ -62,14 +77,12 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def committed(root: Path) -> dict[int, Path]:
+def committed(root: Place) -> dict[int, Place]:
     """The committed checkpoints of a folder by step, ascending. Any zero padding counts; other names are ignored."""
-    found: dict[int, Path] = {}
-    try:
-        names = sorted(os.listdir(root))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    for name in names:
+    found: dict[int, Place] = {}
+    for name, size in sorted(entries(root).items()):
+        if size is not None:
+            continue
         match = _STEP.fullmatch(name)
         if match and (root / name / MARKER).is_file():
             step = int(match[1])
@@ -78,7 +91,7 @@ def committed(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def is_temporary(folder: Path) -> bool:
+def is_temporary(folder: Place) -> bool:
     """Whether a committed checkpoint says that it is of use until there is a later one."""
     try:
         return json.loads((folder / MARKER).read_bytes()).get("temporary") is True
@@ -86,8 +99,11 @@ def is_temporary(folder: Path) -> bool:
         return False
 
 
-def stage(root: Path, step: int) -> Path:
+def stage(root: Place, step: int) -> Place:
     """Make an empty staging folder for a step."""
+    if isinstance(root, RemotePath):
+        reached("staged")
+        return root / f"{folder_name(step)}-{secrets.token_hex(4)}"
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"
     folder.mkdir()
@@ -95,25 +111,41 @@ def stage(root: Path, step: int) -> Path:
     return folder
 
 
-def leftovers(root: Path) -> list[Path]:
+def leftovers(root: Place) -> list[Place]:
     """What dead saves and deletions left behind, by its exact form of name."""
+    if isinstance(root, RemotePath):
+        return [root / name for name, size in entries(root).items() if size is None and _is_left(root / name)]
     if not root.is_dir():
         return []
-    found = [root / name for name in sorted(os.listdir(root)) if _STAGING.fullmatch(name) and (root / name).is_dir()]
+    found: list[Place] = [
+        root / name for name in sorted(os.listdir(root)) if _STAGING.fullmatch(name) and (root / name).is_dir()
+    ]
     staged = root / f".{LATEST}.tmp"
     return [*found, staged] if staged.exists() else found
 
 
-def discard(left: Path) -> None:
+def _is_left(folder: RemotePath) -> bool:
+    match = _STEP.fullmatch(folder.name)
+    if match is None or match[2] is None:
+        return False
+    return not any(name == MARKER or name.startswith(_PUT_BY) for name in folder.entries())
+
+
+def discard(left: Place) -> None:
     """Remove one of the `leftovers`, as far as it can be."""
-    if left.is_dir():
-        shutil.rmtree(left, ignore_errors=True)
-    else:
-        left.unlink(missing_ok=True)
+    try:
+        if isinstance(left, RemotePath) or left.is_dir():
+            remove_tree(left)
+        else:
+            left.unlink(missing_ok=True)
+    except (OSError, CheckpointError) as error:
+        logger.info("%s was not removed: %s", left, error)
 
 
-def sync_folder(path: Path) -> None:
-    """fsync a folder, so that the names in it survive a power cut."""
+def sync_folder(path: Place) -> None:
+    """fsync a folder, so that the names in it survive a power cut; an object store needs none."""
+    if isinstance(path, RemotePath):
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -124,17 +156,17 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord], *, temporary: bool = False) -> Path:
+def commit(root: Place, folder: Place, step: int, files: dict[str, FileRecord], *, temporary: bool = False) -> Place:
     """Seal a staging folder that holds ``files`` and give it its name. Returns the committed folder. ``temporary`` says
     in the marker that it is of use until there is a later one."""
+    sizes = entries(folder)
     for name, record in files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except FileNotFoundError:
+        size = sizes.get(name)
+        if size is None:
             raise CheckpointError(
                 f"{name} was written by another rank, but rank 0 does not see it in {folder}: all ranks must save to "
                 "one shared folder"
-            ) from None
+            )
         if size != record.size:
             raise CheckpointError(f"{folder / name} has {size} bytes where {record.size} were written")
     manifest = {
@@ -149,6 +181,8 @@ def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord], *,
     write_json(folder / MARKER, {**marker, "temporary": True} if temporary else marker)
     sync_folder(folder)
     reached("marker written")
+    if isinstance(root, RemotePath) or isinstance(folder, RemotePath):
+        return folder
     final = root / folder_name(step)
     if final.is_dir() and not (final / MARKER).is_file():
         put_by(root, final, "unmarked")  # no checkpoint; whole, but not in the way
@@ -158,13 +192,22 @@ def commit(root: Path, folder: Path, step: int, files: dict[str, FileRecord], *,
     return final
 
 
-def put_by(root: Path, folder: Path, why: str) -> Path:
-    """Rename a folder that is no good to a name that no reader looks at and nobody removes; returns that."""
+def put_by(root: Place, folder: Place, why: str) -> Place:
+    """Take a folder that is no good out of the way, renamed, or without its marker, so that no reader looks at it and
+    nobody removes it; returns where it is."""
+    if isinstance(folder, RemotePath) or isinstance(root, RemotePath):
+        replace_file(folder / f"{_PUT_BY}{why}", (folder / MARKER).read_bytes())
+        (folder / MARKER).unlink(missing_ok=True)
+        return folder
     return folder.rename(root / f"{folder.name}.{why}-{secrets.token_hex(4)}")
 
 
-def point_latest(root: Path, folder: Path) -> None:
-    """Let ``latest`` name a committed folder, in one rename."""
+def point_latest(root: Place, folder: Place) -> None:
+    """Let ``latest`` name a committed folder, at once."""
+    if isinstance(root, RemotePath):
+        replace_file(root / LATEST, f"{folder.name}\n".encode())
+        reached("latest written")
+        return
     staged = root / f".{LATEST}.tmp"
     with open(staged, "w", encoding="utf-8") as file:
         file.write(folder.name + "\n")
@@ -176,17 +219,21 @@ def point_latest(root: Path, folder: Path) -> None:
     reached("latest written")
 
 
-def put_aside(root: Path, folder: Path) -> Path:
-    """Take a committed checkpoint away from every reader, in one rename; `remove` then deletes its files."""
+def put_aside(root: Place, folder: Place) -> Place:
+    """Take a committed checkpoint away from every reader, at once; `remove` then deletes its files."""
+    if isinstance(root, RemotePath) or isinstance(folder, RemotePath):
+        (folder / MARKER).unlink(missing_ok=True)
+        reached("prune renamed")
+        return folder
     aside = root / f"{folder.name}.tmp-{secrets.token_hex(4)}"
     folder.rename(aside)
     reached("prune renamed")
     return aside
 
 
-def remove(aside: Path) -> None:
+def remove(aside: Place) -> None:
     """Delete what was put aside."""
-    shutil.rmtree(aside)
+    remove_tree(aside)
     reached("pruned")
 
 
@@ -196,7 +243,7 @@ class Contents:
     Raises DamagedCheckpointError, naming the file, for what is not as it was written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         marker = self._parse(MARKER, self._bytes(MARKER))
         data = self._bytes(MANIFEST)
@@ -223,10 +270,13 @@ class Contents:
 
         Of ``parts`` readers each looks at its share, ``part``, so that a large job does not read all of it each.
         """
+        sizes = entries(self.folder)
         for name in sorted(self.files)[part::parts]:
             path, record = self.folder / name, self.files[name]
+            size = sizes.get(name)
+            if size is None:
+                raise DamagedCheckpointError(f"{path} cannot be read: it is not there")
             try:
-                size = path.stat().st_size
                 found = _checksum_file(path) if full and size == record.size else record.checksum
             except OSError as error:
                 raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
@@ -264,9 +314,9 @@ class Contents:
         return value
 
 
-def _checksum_file(path: Path) -> str:
+def _checksum_file(path: Place) -> str:
     crc = 0
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while block := file.read(1 << 22):
             crc = checksum(block, crc)
     return checksum_text(crc)

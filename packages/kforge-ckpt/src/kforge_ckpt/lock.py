@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kforge_ckpt import lease
 from kforge_ckpt.errors import CheckpointError
+from kforge_ckpt.files import Place
+from kforge_ckpt.remote import RemotePath
 
 _held: dict[tuple[int, int], tuple[int, int]] = {}
 """(device, inode) of a folder -> its file descriptor, and how many locks of this process are on it."""
+
+
+def lock(root: Place) -> FolderLock | lease.Lease:
+    """What keeps others from saving into ``root``, held until its `release`. Raises CheckpointError when another
+    process has it."""
+    return lease.hold(root) if isinstance(root, RemotePath) else FolderLock(root)
 
 
 class FolderLock:
@@ -41,6 +50,9 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def check(self) -> None:
+        """It cannot be lost."""
 
     def release(self) -> None:
         """Let go of it; once is enough."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from kforge_ckpt import state
 from kforge_ckpt.commit import Contents
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
+from kforge_ckpt.files import Place
 from kforge_ckpt.fitting import Fit
 from kforge_ckpt.optimizer import state_like_saved
 from kforge_ckpt.ranks import Ranks, plain_errors
@@ -42,7 +42,7 @@ def read_meta(contents: Contents) -> dict[str, Any]:
 class Saved:
     """A committed checkpoint, opened: ``index`` of its tensors, ``tree`` of its values, and its PerRank values."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         self.contents = Contents(folder)
         self.index = read_index(self.contents.content(INDEX), folder / INDEX, set(self.contents.files))

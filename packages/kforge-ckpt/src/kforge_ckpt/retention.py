@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from kforge_ckpt.files import Place, replace_file
 
 SCORES = "scores.json"
 """Beside the checkpoints: step -> metric -> value."""
@@ -76,18 +76,16 @@ class Retention:
         return [step for _, step in sorted(known)[-self.best :]]
 
 
-def read_scores(root: Path) -> dict[int, dict[str, float]]:
+def read_scores(root: Place) -> dict[int, dict[str, float]]:
     """The scores of a folder of checkpoints; none where there is no file, or one that is not ours."""
     try:
-        content = json.loads((root / SCORES).read_text("utf-8"))
+        content = json.loads((root / SCORES).read_bytes())
         return {int(step): {str(k): float(v) for k, v in values.items()} for step, values in content.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def write_scores(root: Path, scores: Mapping[int, Mapping[str, float]]) -> None:
-    """Replace the file of scores in one rename."""
-    root.mkdir(parents=True, exist_ok=True)
-    staged = root / f".{SCORES}.tmp"
-    staged.write_text(json.dumps({str(step): dict(scores[step]) for step in sorted(scores)}, indent=1) + "\n", "utf-8")
-    os.replace(staged, root / SCORES)
+def write_scores(root: Place, scores: Mapping[int, Mapping[str, float]]) -> None:
+    """Replace the file of scores, at once."""
+    text = json.dumps({str(step): dict(scores[step]) for step in sorted(scores)}, indent=1) + "\n"
+    replace_file(root / SCORES, text.encode())

@@ -13,13 +13,13 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from io import BufferedReader
+from typing import Any
 
 import torch
 
 from kforge_ckpt.errors import DamagedCheckpointError, UnsupportedStateError
-from kforge_ckpt.files import Block, FileRecord, write_file
+from kforge_ckpt.files import Block, FileRecord, Place, write_file
 
 DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
@@ -99,8 +99,8 @@ def header_of(specs: Iterable[Spec], file: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_tensors(path: Path, specs: Sequence[Spec], tensors: Iterable[torch.Tensor]) -> FileRecord:
-    """Write a safetensors file and fsync it. ``tensors`` yields one tensor per spec, in their order.
+def write_tensors(path: Place, specs: Sequence[Spec], tensors: Iterable[torch.Tensor]) -> FileRecord:
+    """Write a safetensors file and make it durable. ``tensors`` yields one tensor per spec, in their order.
 
     A tensor may lie on any device and need not be contiguous; it is brought to the CPU when its turn comes.
     """
@@ -134,10 +134,10 @@ class TensorFile:
     Raises DamagedCheckpointError, naming the file, for anything that is not a well-formed safetensors file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb")  # noqa: SIM115 closed by close()
+            self._file = path.open("rb")  # closed by close()
         except OSError as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
         try:
@@ -185,8 +185,9 @@ class TensorFile:
             yield key, self.rows(key, 0, entry.shape[0] if entry.shape else 1)
 
 
-def _read_header(file: IO[bytes], path: Path) -> dict[str, Entry]:
-    size = os.fstat(file.fileno()).st_size
+def _read_header(file: BufferedReader, path: Place) -> dict[str, Entry]:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     damaged = DamagedCheckpointError(f"{path} is not a safetensors file")
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):

@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from kforge_ckpt import commit, state
 from kforge_ckpt._version import __version__
 from kforge_ckpt.errors import CheckpointError, UnsupportedStateError
-from kforge_ckpt.files import FileRecord, write_json
+from kforge_ckpt.files import FileRecord, Place, write_json
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.safetensors import Spec, dtype_name, file_order, write_tensors
 from kforge_ckpt.state import Json, Parts, Stateful
@@ -128,12 +127,12 @@ def _place(tensor: torch.Tensor) -> tuple[str, list[int], str]:
     return str(tensor.dtype), list(tensor.shape), layout
 
 
-WriteTensors = Callable[[Path], FileRecord]
+WriteTensors = Callable[[Place], FileRecord]
 """Writes the file of this rank's tensors."""
 
 
 def write(
-    ranks: Ranks, what: str, folder: Path, layout: Layout, per_rank: dict[str, Parts], write_own: WriteTensors
+    ranks: Ranks, what: str, folder: Place, layout: Layout, per_rank: dict[str, Parts], write_own: WriteTensors
 ) -> dict[str, FileRecord]:
     """Every rank writes its files. Returns the records of all ranks' files."""
 
@@ -151,7 +150,7 @@ def write(
     return {name: record for one in ranks.gather(own_files) for name, record in one.items()}
 
 
-def _write_per_rank(folder: Path, rank: int, per_rank: dict[str, Parts]) -> dict[str, FileRecord]:
+def _write_per_rank(folder: Place, rank: int, per_rank: dict[str, Parts]) -> dict[str, FileRecord]:
     if not per_rank:
         return {}
     files = {}
@@ -166,7 +165,7 @@ def _write_per_rank(folder: Path, rank: int, per_rank: dict[str, Parts]) -> dict
 
 
 def write_shared(
-    folder: Path, step: int, world: int, index: dict[str, Any], tree: Json, meta: Json
+    folder: Place, step: int, world: int, index: dict[str, Any], tree: Json, meta: Json
 ) -> dict[str, FileRecord]:
     """Rank 0's part: the index of tensors, the tree of values, and what is known of the save."""
     about = {

@@ -15,7 +15,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.futures import Future
 
 from kforge_ckpt.errors import DamagedCheckpointError
+from kforge_ckpt.files import Place
 from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, dtype_name, file_order
 
 INDEX = "tensors.json"
@@ -152,7 +152,7 @@ def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}[{ranges}]"
 
 
-def read_index(text: bytes, path: Path, files: set[str]) -> dict[str, StoredTensor]:
+def read_index(text: bytes, path: Place, files: set[str]) -> dict[str, StoredTensor]:
     """``tensors.json`` as tensors by name. DamagedCheckpointError names the file when it is not what we write."""
     try:
         index = {name: _stored(value) for name, value in json.loads(text).items()}
@@ -188,7 +188,7 @@ def _stored(value: dict[str, Any]) -> StoredTensor:
 class TensorReader(StorageReader):
     """Reads from a committed folder the parts of ``index`` that a plan asks for, straight into the caller's tensors."""
 
-    def __init__(self, folder: Path, index: dict[str, StoredTensor]) -> None:
+    def __init__(self, folder: Place, index: dict[str, StoredTensor]) -> None:
         self.folder = folder
         self.index = index
         self._chunks = {(name, chunk.offset): chunk for name, t in index.items() for chunk in t.chunks}
@@ -228,7 +228,8 @@ class TensorReader(StorageReader):
             by_file[chunk.file].append((item, chunk))
         for name, reads in by_file.items():
             with TensorFile(self.folder / name) as file:
-                for item, chunk in reads:
+                # In the order of the file: neighbours come from an object store in one request.
+                for item, chunk in sorted(reads, key=lambda read: file.entries[read[1].key].begin):
                     target = planner.resolve_tensor(item).detach()
                     _read(file, chunk.key, tuple(item.storage_offsets), tuple(item.lengths), target)
                     planner.commit_tensor(item, target)

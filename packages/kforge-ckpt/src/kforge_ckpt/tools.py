@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kforge_ckpt import commit, state
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
-from kforge_ckpt.files import Block, FileRecord, write_file
-from kforge_ckpt.lock import FolderLock
+from kforge_ckpt.files import Block, FileRecord, Place, place, write_file
+from kforge_ckpt.lock import lock
+from kforge_ckpt.remote import RemotePath, is_url
 from kforge_ckpt.restoring import Saved
 from kforge_ckpt.retention import read_scores
+from kforge_ckpt.retrying import redacted
 from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, file_order, write_tensors
 from kforge_ckpt.saving import META, write_shared
 from kforge_ckpt.state import Json
@@ -26,30 +27,31 @@ from kforge_ckpt.storage import StoredTensor, tensor_file
 BLOCK_BYTES = 2**24
 
 
-def open_checkpoint(place: str | Path) -> Saved:
+def open_checkpoint(where: str | Place) -> Saved:
     """A committed checkpoint: a folder of checkpoints (its newest), ``folder@step``, or the folder of one step.
 
     Raises CheckpointError when there is none.
     """
-    return Saved(find(place))
+    return Saved(find(where))
 
 
-def find(place: str | Path) -> Path:
+def find(where: str | Place) -> Place:
     """The folder of the checkpoint that `open_checkpoint` would open."""
-    text = str(place)
-    if (Path(text) / commit.MARKER).is_file():
-        return Path(text)
-    root, at, step = text.rpartition("@")
-    if not at:
-        root, step = text, ""
+    whole = place(where)
+    if (whole / commit.MARKER).is_file():
+        return whole
+    text, at, step = (str(where), "", "") if isinstance(where, RemotePath) else str(where).rpartition("@")
+    if at and is_url(where) and ("/" in step or not text.partition("://")[2]):  # that of user@host
+        at = ""
     if at and not step.isdigit():
-        raise CheckpointError(f"{text}: what follows @ must be a step, as in {root}@1000")
-    found = commit.committed(Path(root))
+        raise CheckpointError(f"{redacted(str(where))}: what follows @ must be a step, as in {redacted(text)}@1000")
+    root = place(text) if at else whole
+    found = commit.committed(root)
     if not found:
         raise CheckpointError(f"{root} holds no committed checkpoint")
-    if step and int(step) not in found:
+    if at and int(step) not in found:
         raise CheckpointError(f"{root} holds no committed checkpoint of step {step}; there are {_list(found)}")
-    return found[int(step) if step else max(found)]
+    return found[int(step) if at else max(found)]
 
 
 def _list(steps: Iterable[int]) -> str:
@@ -61,7 +63,7 @@ class Row:
     """A line of a listing. ``fault``: what keeps it from being opened, or None."""
 
     step: int
-    folder: Path
+    folder: Place
     nbytes: int
     saved_at: str
     world: int
@@ -70,7 +72,7 @@ class Row:
     fault: str | None
 
 
-def listing(root: Path) -> list[Row]:
+def listing(root: Place) -> list[Row]:
     """The committed checkpoints of a folder, by step."""
     scores = read_scores(root)
     rows = []
@@ -167,17 +169,17 @@ def _values(node: Json, path: str) -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def copy(place: str | Path, root: Path) -> Path:
+def copy(where: str | Place, root: Place) -> Place:
     """Copy a checkpoint into another folder of checkpoints, by the same commit; each byte is compared with its checksum
     on the way. Returns the new folder. Raises CheckpointError when the step is there already, DamagedCheckpointError
     for what is not as it was written."""
-    source = find(place)
+    source = find(where)
     contents = commit.Contents(source)
-    with FolderLock(root):
+    with lock(root):
         return _copy(source, contents, root)
 
 
-def _copy(source: Path, contents: commit.Contents, root: Path) -> Path:
+def _copy(source: Place, contents: commit.Contents, root: Place) -> Place:
     if contents.step in commit.committed(root):
         raise CheckpointError(f"{root} holds a checkpoint of step {contents.step} already")
     folder = commit.stage(root, contents.step)
@@ -191,13 +193,13 @@ def _copy(source: Path, contents: commit.Contents, root: Path) -> Path:
         raise
 
 
-def _blocks(path: Path) -> Iterator[Block]:
-    with open(path, "rb") as file:
+def _blocks(path: Place) -> Iterator[Block]:
+    with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             yield block
 
 
-def remove(root: Path, steps: Sequence[int], *, all_of_them: bool = False) -> None:
+def remove(root: Place, steps: Sequence[int], *, all_of_them: bool = False) -> None:
     """Delete committed checkpoints. Raises CheckpointError, before any is deleted, for a step that is not there, and
     for the last ones of the folder unless ``all_of_them``."""
     found = commit.committed(root)
@@ -206,7 +208,7 @@ def remove(root: Path, steps: Sequence[int], *, all_of_them: bool = False) -> No
             raise CheckpointError(f"{root} holds no committed checkpoint of step {step}; there are {_list(found)}")
     if found.keys() <= set(steps) and not all_of_them:
         raise CheckpointError(f"{root} would hold no checkpoint any more; say --all if that is meant")
-    with FolderLock(root):
+    with lock(root):
         for step in dict.fromkeys(steps):
             commit.remove(commit.put_aside(root, found[step]))
     left = commit.committed(root)
@@ -217,12 +219,12 @@ def remove(root: Path, steps: Sequence[int], *, all_of_them: bool = False) -> No
 
 
 def average(
-    places: Sequence[str | Path],
-    root: Path,
+    places: Sequence[str | Place],
+    root: Place,
     *,
     weights: Sequence[float] | None = None,
     names: Sequence[str] = ("model",),
-) -> Path:
+) -> Place:
     """The weighted mean of checkpoints, as one checkpoint in ``root`` of the last one's step. Returns its folder.
 
     names: the states that are averaged, and all that the result holds. Floating-point tensors are averaged in float64;
@@ -234,7 +236,7 @@ def average(
     weights = [1.0] * len(places) if weights is None else list(weights)
     if len(weights) != len(places) or not sum(weights):
         raise CheckpointError(f"{len(places)} checkpoints want as many weights, of a sum that is not 0, not {weights}")
-    opened = [open_checkpoint(place) for place in places]
+    opened = [open_checkpoint(one) for one in places]
     last = opened[-1]
     if missing := [name for name in names if name not in last.tree]:
         raise StateMismatchError(f"{last.folder} holds no state {missing[0]!r}; there are {', '.join(last.tree)}")
@@ -266,11 +268,11 @@ def average(
 
 
 def write_checkpoint(
-    root: Path, step: int, stored: dict[str, StoredTensor], read: Any, tree: Json, meta: dict[str, Any]
-) -> Path:
+    root: Place, step: int, stored: dict[str, StoredTensor], read: Any, tree: Json, meta: dict[str, Any]
+) -> Place:
     """A checkpoint of one file, whose tensors come from ``read(name)`` one after the other."""
     specs = file_order(Spec(name, DTYPES[one.dtype], one.shape) for name, one in stored.items())
-    lock = FolderLock(root)
+    held = lock(root)
     folder = commit.stage(root, step)
     try:
         files: dict[str, FileRecord] = {}
@@ -298,4 +300,4 @@ def write_checkpoint(
         commit.discard(folder)
         raise
     finally:
-        lock.release()
+        held.release()
