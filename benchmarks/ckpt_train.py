@@ -11,12 +11,12 @@ Rows: `X: a save / 100 steps`, the second save's cost over the time of 100 steps
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +25,34 @@ from _rows import ROWS, Row, tiny, write_tokens
 from _timing import Clock
 
 PLAIN_FROM = 5
-MODELS: dict[str, tuple[Row, int, dict[str, Any]]] = {
-    "1b": (replace(ROWS["1b"], name="1b"), 40, {}),
+MODELS: dict[str, tuple[Row, int]] = {
+    "1b": (ROWS["1b"], 40),
     "3b": (
-        Row(name="3b", model={"preset": "llama3.2-3b"}, microbatch_rows=2, storage="split", recompute="full"),
+        Row(name="3b", model={"preset": "llama3.2-3b"}, microbatch_rows=2, storage="split", moments="bf16"),
         30,
-        {"optim.moments": "bf16"},
     ),
 }
-"""Row, steps between saves, and what else the job sets."""
+"""Row, and steps between saves."""
 
 
 def measure(name: str, smoke: bool, folder: Path) -> list[dict[str, Any]]:
     """The rows of one model."""
+    import torch
+
     from kforge_resilience import exitcodes
     from kforge_train.build import build
     from kforge_train.resolve import resolve_config
     from kforge_train.trainer import Trainer
 
-    row, every, more = MODELS[name]
+    torch.set_float32_matmul_precision("high")  # as kforge_train.run sets it
+    row, every = MODELS[name]
     if smoke:
         row, every = tiny(row), 12
     vocabulary = resolve_config(row.preset, {f"model.{k}": v for k, v in row.model.items()}).config.model.vocab_size
     write_tokens(folder / "tokens", vocabulary, 20_000 if smoke else 1_500_000)
     steps = 3 * every - 1
     saving = {"train.steps": steps, "ckpt.every_steps": every, "ckpt.keep_last": 1, "ckpt.mode": "async"}
-    overrides = {**row.overrides(str(folder / "tokens"), str(folder / "run")), **more, **saving}
+    overrides = {**row.overrides(str(folder / "tokens"), str(folder / "run")), **saving}
     config = resolve_config(row.preset, overrides).config
     staged: list[float] = []
     written: list[float] = []
@@ -105,18 +107,20 @@ def main() -> None:
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in MODELS]:
         parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    if len(names) > 1:  # a process each: what one leaves on the device is not the next one's
-        for name in names:
-            words = ["--rows", name, "--out", str(options.out), *(["--smoke"] if options.smoke else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        if options.child:
+            options.out.write_text(json.dumps(measure(names[0], options.smoke, Path(folder))))
+            return
+        rows = []
+        for name in names:  # a process each: what one leaves on the device is not the next one's
+            out = Path(folder, f"{name}.json")
+            words = ["--child", "--rows", name, "--out", str(out), *(["--smoke"] if options.smoke else [])]
             subprocess.run([sys.executable, __file__, *words], check=True)
-        return
+            rows += json.loads(out.read_text())
     import torch
 
-    torch.set_float32_matmul_precision("high")  # as kforge_train.run sets it
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(names[0], options.smoke, Path(folder))
     gpu = None if options.smoke else torch.cuda.get_device_name()
-    _results.write(f"ckpt_train_{names[0]}", rows, _results.environment(gpu), options.out)
+    _results.write(f"ckpt_train_{'cpu' if options.smoke else 'cuda'}", rows, _results.environment(gpu), options.out)
 
 
 if __name__ == "__main__":

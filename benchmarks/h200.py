@@ -165,8 +165,8 @@ def rows_of_base(
         "parameters": num_parameters(model),
         "tokens_per_step": row.tokens_per_step,
         "documents": "log-normal, mean 600 tokens",
-        "precision": "weights, moments and summed gradients fp32, compute bf16",
-        "optimizer": "AdamW, fused",
+        "precision": f"weights {row.storage}, moments {row.moments}, summed gradients fp32, compute bf16",
+        "optimizer": "AdamW, one kernel",
     }
     lines = [
         _results.row(
