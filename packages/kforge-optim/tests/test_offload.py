@@ -130,6 +130,13 @@ def test_what_is_stepped_are_copies_and_the_model_gets_them_back(monkeypatch: py
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
 
 
+def test_a_step_without_gradients_is_a_step() -> None:
+    model, optimizer = pair("fp32", OptimConfig(lr=0.02, schedule="constant", offload=True))
+    before = bits(model, optimizer)
+    optimizer.step()
+    assert optimizer.schedule_step == 1 and same(before, bits(model, optimizer))
+
+
 def test_float32_gradients_of_bfloat16_weights_are_taken_as_they_are() -> None:
     made = []
     for offload in (False, True):
@@ -287,6 +294,7 @@ def _sharded_on_device(rank: int, world: int) -> list[str]:
         settings = replace(of_row, ema_decay=0.0)
         plain, plain_optimizer = pair("split", settings)
         model = Model(torch.bfloat16).cuda()
+        model.turned = nn.Parameter(model.turned.detach().contiguous())  # FSDP2 takes no others
         fully_shard(model, mesh=mesh)
         optimizer = build_optimizer(model, offloaded(settings), STEPS, storage="split", seed=5)
         for number in range(STEPS):

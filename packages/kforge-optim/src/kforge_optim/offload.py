@@ -59,11 +59,10 @@ class Offload:
         """The same work in chunks and on the host. Each chunk must be stepped before the next one is asked for; its
         weights then go back."""
         parts = [(group, batch, scale, gate) for group, slots, scale, gate in work for batch in split.batches(slots)]
-        coming: deque[_Chunk] = deque(self._fetch(*part) for part in parts[:1])
-        for following in [*parts[1:], None]:
+        coming = deque(self._fetch(*part) for part in parts[:1])
+        for following in range(1, len(parts) + 1):
             chunk = coming.popleft()
-            if following is not None:
-                coming.append(self._fetch(*following))
+            coming.extend(self._fetch(*part) for part in parts[following : following + 1])
             chunk.wait()
             yield chunk.work
             self._put_back(chunk)
@@ -90,7 +89,9 @@ class Offload:
         if device.type != "cuda":
             yield None
             return
-        stream = self._streams.setdefault((way, device), torch.cuda.Stream(device))
+        if (way, device) not in self._streams:
+            self._streams[way, device] = torch.cuda.Stream(device)
+        stream = self._streams[way, device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield stream
