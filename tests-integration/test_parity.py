@@ -69,7 +69,7 @@ AXES = {
     "tp2": {"parallel__tp": 2},
     "tp4": {"parallel__tp": 4},  # two key/value heads on four ranks
     "shard2-tp2": {"parallel__dp_shard": 2, "parallel__tp": 2},
-    "shard2-cp2": {"parallel__dp_shard": 2, "parallel__cp": 2},
+    "shard2-cp2": {"parallel__dp_shard": 2, "parallel__cp": 2, "parallel__cp_style": "ring"},
     "cp2-tp2": {"parallel__cp": 2, "parallel__tp": 2, "parallel__cp_style": "ulysses"},
 }
 

@@ -437,11 +437,12 @@ def tokens_and_core(rank, world, config):
 
 def test_cp_style_chooses_the_tokens_of_a_rank_and_the_core(tokens, tmp_path):
     found = {}
-    for style in ("allgather", "ulysses"):
+    for style in ("allgather", "ulysses", "ring"):
         config = base_job(tokens, tmp_path / style, parallel__cp=2, parallel__cp_style=style)
         found[style] = run_ranks(tokens_and_core, 2, config, init=False)[0]
     assert found["allgather"] == ([*range(8), *range(24, 32)], "AllGatherCore")
     assert found["ulysses"] == ([*range(16)], "UlyssesCore")
+    assert found["ring"] == (found["allgather"][0], "RingCore")
 
 
 def all_bad(rank, world, config):

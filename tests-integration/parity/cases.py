@@ -14,7 +14,7 @@ STEPS = 3
 SILENT_ROW = 5  # nothing in it is scored
 LIMIT_S = 240  # of one start of processes; the longest takes a tenth of it on two idle cores
 
-ULYSSES = {"cp_style": "ulysses"}
+ULYSSES, RING = {"cp_style": "ulysses"}, {"cp_style": "ring"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "shard2": {"dp_shard": 2},
@@ -48,26 +48,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-ulysses": {"cp": 2, **ULYSSES},
     "cp4": {"cp": 4},
     "cp4-ulysses": {"cp": 4, **ULYSSES},  # two key/value heads on four ranks
+    "cp2-ring": {"cp": 2, **RING},
+    "cp4-ring": {"cp": 4, **RING},
     "shard2-cp2": {"dp_shard": 2, "cp": 2},
+    "shard2-cp2-ring": {"dp_shard": 2, "cp": 2, **RING},
     "shard2-cp2-ulysses": {"dp_shard": 2, "cp": 2, **ULYSSES},
-    "rep2-cp2": {"dp_replicate": 2, "cp": 2},
+    "rep2-cp2": {"dp_replicate": 2, "cp": 2, **RING},
     "cp2-tp2": {"cp": 2, "tp": 2},
     "cp2-tp2-ulysses": {"cp": 2, "tp": 2, **ULYSSES},  # one key/value head of each tp rank, on two
+    "cp2-tp2-ring": {"cp": 2, "tp": 2, **RING},
     "cp2-tp2-whole": {"cp": 2, "tp": 2, "sequence_parallel": False},
-    "rep2-shard2-cp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+    "rep2-shard2-cp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, **RING},
     "rep2-cp2-tp2": {"dp_replicate": 2, "cp": 2, "tp": 2},
     "shard2-cp2-tp2": {"dp_shard": 2, "cp": 2, "tp": 2},
     "shard2-cp2-tp2-ulysses": {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES},
+    "shard2-cp2-tp2-ring": {"dp_shard": 2, "cp": 2, "tp": 2, **RING},
     "rep2-shard2-cp2-tp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
     "cp2-ep2": {"cp": 2, "ep": 2},
     "cp2-ep2-ulysses": {"cp": 2, "ep": 2, **ULYSSES},
     "shard2-cp2-ep2": {"dp_shard": 2, "cp": 2, "ep": 2},
-    "shard2-cp2-ep4": {"dp_shard": 2, "cp": 2, "ep": 4},
+    "shard2-cp2-ep4": {"dp_shard": 2, "cp": 2, "ep": 4, **RING},
     "rep2-cp2-ep2": {"dp_replicate": 2, "cp": 2, "ep": 2},
-    "cp2-tp2-ep4": {"cp": 2, "tp": 2, "ep": 4},
+    "cp2-tp2-ep4": {"cp": 2, "tp": 2, "ep": 4, **RING},
     "rep2-shard2-cp2-ep2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "ep": 2},
     "rep2-cp2-tp2-ep4": {"dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4},
-    "shard2-cp2-tp2-ep4": {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
+    "shard2-cp2-tp2-ep4": {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4, **RING},
     "rep2-shard2-cp2-tp2-ep4": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
 }
 """Name -> fields of ParallelConfig; axes that are not named are 1."""
@@ -179,11 +184,11 @@ OPTIONS = tuple(name for name in list(MODELS)[4:] if name not in EXPERTS)
 
 OF_EXPERTS = ("packed-3", "packed-3-full", "plain")
 
-CONTEXT = tuple(name for name in LAYOUTS if "cp" in LAYOUTS[name])
-"""Layouts whose rows are cut."""
-PLAIN_CORES = tuple(name for name in OPTIONS if name not in ("soft-caps", "sinks", "latent-q", "further", "all-logits"))
-"""What allgather computes by itself; the others have soft-caps or sinks, which ulysses leaves to the model, or further
-tokens, which are refused."""
+STYLES = ("", "-ulysses", "-ring")
+"""Of context parallelism, as layouts are called: allgather and the others."""
+PLAIN_CORES = tuple(name for name in OPTIONS if name not in ("soft-caps", "sinks", "latent-q", "further"))
+"""What allgather and ring compute by themselves; the others have soft-caps or sinks, which ulysses leaves to the model,
+or further tokens, which are refused."""
 
 # Every class of layouts has one that goes through all pairs of choices or all choices; the others of a class differ
 # in size, or in what lies between the products. The longest come first, so that processes side by side end together.
@@ -191,20 +196,23 @@ TABLE: list[tuple[str, str, tuple[str, ...]]] = [
     ("rep2-shard2-cp2-tp2-ep4", "experts-bias", ("packed-3-full",)),
     ("rep2-shard2-cp2-tp2", "untied", SOME),
     *((layout, "experts", OF_EXPERTS) for layout in ("shard2-cp2-tp2-ep4", "rep2-cp2-tp2-ep4", "rep2-shard2-cp2-ep2")),
-    *((layout, "untied", HALF) for layout in ("shard2-cp2-tp2", "shard2-cp2-tp2-ulysses")),
+    *((layout, "untied", SOME) for layout in ("shard2-cp2-tp2", "shard2-cp2-tp2-ulysses")),
+    ("shard2-cp2-tp2-ring", "untied", HALF),
     *((layout, "untied", SOME) for layout in ("rep2-cp2-tp2", "rep2-shard2-cp2")),
     *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("cp2-tp2-ep4", "shard2-cp2-ep2")),
     *((layout, "experts-bias", OF_EXPERTS) for layout in ("shard2-cp2-ep4", "rep2-cp2-ep2")),
     *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("cp2-ep2", "cp2-ep2-ulysses", "cp2")),
-    *((layout, "untied", HALF) for layout in ("shard2-cp2", "shard2-cp2-ulysses", "cp2-tp2", "cp2-tp2-ulysses")),
-    *((layout, "untied", HALF) for layout in ("rep2-cp2", "cp4", "cp4-ulysses")),
-    *((layout, "untied", (*EXACT, "fp32", "compiled")) for layout in ("cp2", "cp2-ulysses")),
+    *((f"{axes}{style}", "untied", HALF) for axes in ("shard2-cp2", "cp2-tp2", "cp4") for style in STYLES),
+    ("rep2-cp2", "untied", HALF),
+    *((f"cp2{style}", "untied", (*EXACT, "fp32", "compiled")) for style in STYLES),
     ("cp2-tp2-whole", "untied", SOME),
-    *((layout, "tied", (*SOME, "kept", "each")) for layout in ("shard2-cp2", "cp2-tp2", "cp2-ulysses")),
-    *(("cp2", model, SOME) for model in ("qk-norm", "one-kv", *PLAIN_CORES)),
-    *(("cp2-ulysses", model, SOME) for model in ("one-kv", *(name for name in OPTIONS if name != "further"))),
-    *((layout, "one-kv", ("packed-3-full",)) for layout in ("cp4", "cp4-ulysses", "cp2-tp2-ulysses")),
-    *((layout, "windows", ("packed-3-full",)) for layout in ("cp4", "cp2-tp2", "cp4-ulysses")),
+    *((layout, "tied", (*SOME, "kept", "each")) for layout in ("shard2-cp2-ring", "cp2-tp2", "cp2-ulysses")),
+    *(("cp2", model, ("packed-3-full",)) for model in ("qk-norm", *PLAIN_CORES)),
+    *(("cp2-ring", model, ("plain",)) for model in ("qk-norm", *PLAIN_CORES)),
+    *(("cp2-ulysses", model, ("packed-3-full",)) for model in OPTIONS if model != "further"),
+    *(("cp2-ring", model, ("packed",)) for model in ("windows", "latent", "one-kv")),
+    *((f"{axes}{style}", "one-kv", ("packed-3-full",)) for axes in ("cp4", "cp2-tp2") for style in STYLES),
+    *((f"{axes}{style}", "windows", ("packed-3-full",)) for axes in ("cp4", "cp2-tp2") for style in STYLES),
     *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("shard4-tp2-ep2", "rep2-shard2-tp2-ep4")),
     ("shard4-tp2-ep8", "experts-bias", OF_EXPERTS),
     ("shard8-ep8", "experts-bias", ("wide-3-full",)),

@@ -30,6 +30,8 @@ import kforge_parallel.collectives
 import kforge_parallel.context
 import kforge_parallel.expert
 import kforge_parallel.mesh
+import kforge_parallel.partial_attention
+import kforge_parallel.ring
 import kforge_parallel.tensor
 import kforge_train.engine
 import kforge_train.evaluate
@@ -628,6 +630,49 @@ def sinks_of_the_first_heads_over_cp():
         return call(core, q, k, v, rows, sinks)
 
     kforge_parallel.context._call = first_ones
+
+
+@mutation("parts of a softmax are added as they are", "cp2-ring")
+def ring_without_rescale():
+    merge = kforge_parallel.ring.merge
+    kforge_parallel.ring.merge = lambda out, lse, other, other_lse: (out + other, merge(out, lse, other, other_lse)[1])
+
+
+@mutation("the backward of a part takes the part's own softmax for the whole", "cp2-ring")
+def ring_backward_of_each_part():
+    kernel = kforge_parallel.ring.KERNELS["exact"]
+
+    def backward(grad, q, k, v, out, lse, pair, scale):
+        mine, own = kernel.forward(q, k, v, pair, scale)
+        return kernel.backward(grad, q, k, v, mine, own.where(own.isfinite(), lse), pair, scale)
+
+    kforge_parallel.ring.KERNELS = {"exact": kernel._replace(backward=backward)}
+
+
+@mutation("gradients of keys in a ring come back one rank short", "cp4-ring")
+def ring_gradients_one_step_short():
+    backward = kforge_parallel.ring._RingAttention.backward
+
+    def short(ctx, grad):
+        dq, dk, dv, none = backward(ctx, grad)
+        dk, dv = (kforge_parallel.ring.Transfer(x, ctx.ring.group).wait() for x in (dk, dv))
+        return dq, dk, dv, none
+
+    kforge_parallel.ring._RingAttention.backward = staticmethod(short)
+
+
+@mutation("a ring turns the other way than its pairs say", "cp4-ring")
+def ring_turns_backwards():
+    global_rank = dist.get_global_rank
+    alone = SimpleNamespace(**{name: getattr(dist, name) for name in ("batch_isend_irecv", "P2POp", "isend", "irecv")})
+    alone.get_global_rank = lambda group, rank: global_rank(group, (2 * group.rank() - rank) % group.size())
+    kforge_parallel.ring.dist = alone
+
+
+@mutation("documents see one another in a ring", "cp2-ring")
+def ring_without_documents():
+    pair = kforge_parallel.ring.Pair
+    kforge_parallel.ring.Pair = lambda *args: replace(pair(*args), docs=None)
 
 
 @mutation("the balance loss sees the part of a row that a context rank has", "cp2", "experts")

@@ -4,13 +4,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import attending
+import chunks
 import mixture
 import pytest
 import torch
 from torch import nn
 
 from kforge_parallel import ParallelConfig, shard_rows
-from kforge_parallel.context import clipped_ends, columns_of, document_ends, document_ids, seen
+from kforge_parallel.columns import clipped_ends, columns_of, document_ends, document_ids, seen
 from kforge_parallel.layout import CHUNKS
 from kforge_parallel.testing import compare
 from kforge_testing import run_ranks
@@ -145,6 +146,35 @@ def test_attention_over_ranks_is_that_of_whole_rows(style, world):
                 assert (mine - expected[:, :, columns]).abs().max() < 1e-13
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("window", [None, 5, 17])
+@pytest.mark.parametrize("documents", [True, False])
+def test_chunks_of_queries_against_keys_up_to_their_end_are_attention(monkeypatch, size, window, documents):
+    """The path of CUDA, with what its kernel computes by the formula."""
+    from kforge_parallel import context
+
+    monkeypatch.setattr(context, "varlen", chunks.varlen)
+    random = torch.Generator().manual_seed(3)
+    q, k, v, grad = (torch.randn(3, h, 48, 4, generator=random, dtype=torch.float64) for h in (4, 2, 2, 4))
+    docs, ends, longest = chunks.packed(3, 48)
+    whole = SimpleNamespace(doc_ids=docs, cu_seqlens=ends, max_seqlen=longest) if documents else None
+    for x in (q, k, v):
+        x.requires_grad_()
+    right = chunks.whole_attention(q, k, v, docs if documents else None, window, 0.5)
+    gradients = torch.autograd.grad(right, (q, k, v), grad)
+    outs = []
+    own = nn.Module()
+    own.scale, own.window = 0.5, window
+    for rank in range(size):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
+        columns = columns_of(rank, size, "allgather", 48)
+        out = context.AllGatherCore(own, group).by_chunks(q[:, :, columns], k, v, whole)
+        assert (out - right[:, :, columns]).abs().max() < 1e-13
+        outs.append((out * grad[:, :, columns]).sum())
+    for mine, expected in zip(torch.autograd.grad(sum(outs), (q, k, v)), gradients, strict=True):
+        assert (mine - expected).abs().max() < 1e-13
+
+
 # ------------------------------------------------------------------------------------------ whole models
 
 trained = partial(compare, batch=attending.BATCH, loss=attending.loss, run=run_ranks, timeout_s=120)
@@ -156,6 +186,7 @@ trained = partial(compare, batch=attending.BATCH, loss=attending.loss, run=run_r
         ({"cp": 2}, {"microbatches": 2}),
         ({"cp": 2, "cp_style": "ulysses", "recompute": "full"}, {}),
         ({"cp": 4}, {"clip_norm": 0.01}),
+        ({"cp": 2, "cp_style": "ring", "recompute": "full"}, {"microbatches": 2}),
         ({"dp_shard": 2, "cp": 2}, {"microbatches": 2}),
         ({"dp_replicate": 2, "cp": 2, "cp_style": "ulysses"}, {}),
         ({"tp": 2, "cp": 2, "recompute": "full"}, {}),

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from chunks import packed, ring_by_chunks, whole_attention
 from toy import IDS, Toy, fill
 
 import kforge_parallel as kp
@@ -87,3 +88,73 @@ def test_tokens_are_exchanged_without_a_wait(dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
         kp.shutdown()
+
+
+# ------------------------------------------------------------------------------------------ context parallelism
+
+
+def error(found, right):
+    return ((found.double() - right).norm() / right.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "limit", "value", "window"),
+    [
+        # bfloat16 keeps 8 bits: operands, out and each rank's addends of a gradient are rounded to 2^-9
+        ("flash", torch.bfloat16, 1e-2, 64, None),
+        ("flash", torch.float16, 2e-3, 64, None),
+        ("efficient", torch.bfloat16, 1e-2, 64, 100),
+        ("efficient", torch.float16, 2e-3, 64, 100),
+        ("efficient", torch.bfloat16, 1e-2, 48, None),
+        ("efficient", torch.float32, 1e-4, 64, None),
+        ("exact", torch.float64, 1e-12, 64, 100),
+    ],
+)
+@pytest.mark.parametrize("documents", [True, False])
+def test_chunks_of_a_ring_together_are_plain_attention(size, kernel, dtype, limit, value, window, documents):
+    random = torch.Generator().manual_seed(5)
+    shapes = ((8, 64), (2, 64), (2, value), (8, value))
+    q, k, v, grad = (torch.randn(4, h, 1024, d, generator=random).cuda().to(dtype) for h, d in shapes)
+    docs, ends, longest = packed(4, 1024)
+    docs, ends = (docs.cuda(), ends.cuda()) if documents else (None, torch.arange(0, 4097, 1024).int().cuda())
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    right = whole_attention(*inputs, docs, window, 0.125)
+    right.backward(grad.double())
+    longest = longest if documents else 1024
+    found = ring_by_chunks(q, k, v, grad, size, docs, ends, longest, window, 0.125, kernel)
+    for name, mine, expected in zip("oqkv", found, (right.detach(), *(x.grad for x in inputs)), strict=True):
+        assert error(mine, expected) < limit, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("documents", [True, False])
+def test_queries_of_each_rank_against_gathered_keys_are_plain_attention(window, documents):
+    from types import SimpleNamespace
+
+    from kforge_parallel.columns import columns_of
+    from kforge_parallel.context import AllGatherCore
+
+    random = torch.Generator().manual_seed(6)
+    q, k, v, grad = (torch.randn(4, h, 1024, 64, generator=random).cuda().bfloat16() for h in (8, 2, 2, 8))
+    docs, ends, longest = packed(4, 1024)
+    docs, ends = (docs.cuda(), ends.cuda()) if documents else (None, None)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    right = whole_attention(*inputs, docs, window, 0.125)
+    right.backward(grad.double())
+    parts = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = torch.empty_like(q)
+    for rank in range(4):
+        own = torch.nn.Module()
+        own.scale, own.window = 0.125, window
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4)
+        columns = columns_of(rank, 4, "allgather", 1024, q.device)
+        whole = SimpleNamespace(doc_ids=docs, cu_seqlens=ends, max_seqlen=longest)
+        part = AllGatherCore(own, group).by_chunks(parts[0][:, :, columns], parts[1], parts[2], whole)
+        part.backward(grad[:, :, columns])
+        out[:, :, columns] = part.detach()
+    gradients = zip("qkv", (x.grad for x in parts), (x.grad for x in inputs), strict=True)
+    for name, mine, expected in (("out", out, right.detach()), *gradients):
+        assert error(mine, expected) < 1e-2, name

@@ -182,7 +182,7 @@ def test_each_part_of_a_row_is_cut_over_tp_only_where_it_is_asked_for():
 
 
 @settings(deadline=None)
-@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from(["allgather", "ulysses"]), st.integers(1, 200))
+@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from(list(CHUNKS)), st.integers(1, 200))
 def test_the_length_that_is_told_is_the_next_that_can_be_cut(cp, tp, style, tokens):
     def fits(tokens):
         try:

@@ -64,3 +64,57 @@ def varlen(
     out = varlen_attn(q, k, v, ends_q, ends_k, longest_q, longest_k, scale=scale, window_size=sides, **more)
     assert isinstance(out, Tensor)
     return out
+
+
+# Kernels that give the log-sum-exp of the scores, and whose backward takes it. Public attention has no backward of a
+# part of the keys; torch's own `torch.distributed.tensor.experimental` uses these operators, too. On CUDA only; of one
+# signature in torch 2.11 and 2.13 as far as they are used here.
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, Tensor, int, int], causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [T,H,Dh], k and v [U,KV,Dh] -> out [T,H,Dh], lse [H,T] fp32, document by document. lengths: cu_seqlens of
+    queries and keys, and the greatest length of each."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: tuple[Tensor, Tensor, int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `flash_forward` for this out and lse, be they of more keys than these."""
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the dropout that there is not
+    unused = torch.empty(0, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, causal, state, unused, scale=scale
+    )
+    return dq, dk, dv
+
+
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q [B,H,Q,Dh], k [B,H,K,Dh], v [B,H,K,Dv], bias [B,H,Q,K], whose rows begin at multiples of 16 -> out [B,H,Q,Dv],
+    lse [B,H,Q] fp32."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `efficient_forward` for this out and lse, be they of more keys than these."""
+    # The length of an lse as the forward leaves it is a multiple of 32, filled up with inf.
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf")).contiguous()
+    state = torch.zeros((), dtype=torch.int64, device=q.device)  # of the dropout that there is not
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, lse, state, state, 0.0, [True, True, True, False], scale=scale
+    )
+    return dq, dk, dv

@@ -26,9 +26,10 @@ class ParallelConfig:
     available in this version."""
     cp: int = 1
     """Processes that split each row of tokens (context parallelism). -1: all that are left."""
-    cp_style: Literal["allgather", "ulysses"] = "allgather"
+    cp_style: Literal["allgather", "ulysses", "ring"] = "allgather"
     """How attention reaches the tokens that other processes have, where cp is above 1. allgather: keys and values of
-    the whole row are gathered. ulysses: each process gets whole rows of its part of the heads."""
+    the whole row are gathered. ulysses: each process gets whole rows of its part of the heads. ring: keys and values
+    go round, so that no process holds those of a whole row."""
     pp: int = 1
     """Processes that split the blocks (pipeline parallelism). -1: all that are left."""
     ep: int = 1

@@ -34,23 +34,13 @@ from torch.nn import functional as F
 
 from kforge_parallel._torch import varlen
 from kforge_parallel.collectives import join_parts, sum_own_part
-from kforge_parallel.layout import CHUNKS, check_row, hindrance
+from kforge_parallel.columns import chunks_of, clipped_ends, columns_of, document_ends, document_ids, seen
+from kforge_parallel.layout import hindrance
 from kforge_parallel.mesh import Mesh
+from kforge_parallel.partial_attention import choose_kernel
+from kforge_parallel.ring import Ring, ring_attention
 
 # ------------------------------------------------------------------------------------------ rows
-
-
-def chunks_of(rank: int, size: int, style: str) -> list[int]:
-    """Which chunks of a row a rank has, of ``size`` × `CHUNKS`."""
-    return [rank, 2 * size - 1 - rank] if CHUNKS[style] == 2 else [rank]
-
-
-def columns_of(rank: int, size: int, style: str, tokens: int, device: torch.device | None = None) -> Tensor:
-    """[S'] the columns of a row of S tokens that a rank has, rising. Raises ValueError for an S that cannot be cut."""
-    check_row(tokens, size, style)
-    length = tokens // (size * CHUNKS[style])
-    starts = [chunk * length for chunk in chunks_of(rank, size, style)]
-    return torch.cat([torch.arange(start, start + length, device=device) for start in starts])
 
 
 def shard_rows(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -119,46 +109,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(grad, *ctx.way), None, None, None
-
-
-# ------------------------------------------------------------------------------------------ documents
-
-
-def document_ids(rows: Any, batch: int, tokens: int) -> Tensor | None:
-    """[B,S] a number for each token's document, never falling along a row; None for rows of one document each. Does
-    not wait for the device."""
-    docs: Tensor | None = getattr(rows, "doc_ids", None)
-    ends = getattr(rows, "cu_seqlens", None)
-    if docs is not None or ends is None:
-        return docs
-    every = torch.arange(batch * tokens, device=ends.device, dtype=ends.dtype)
-    return torch.searchsorted(ends[1:].contiguous(), every, right=True).view(batch, tokens)
-
-
-def seen(queries: Tensor, keys: Tensor, docs: Tensor | None, window: int | None) -> Tensor:
-    """Which keys each query sees, [B or 1,Q,K] bool: those of its document at its column or before, and of those the
-    last ``window``. queries [Q], keys [K]: columns; docs [B,S] as of `document_ids`."""
-    back = queries[:, None] - keys[None]
-    visible = (back >= 0)[None]
-    if window is not None:
-        visible = visible & (back < window)
-    if docs is not None:
-        visible = visible & (docs[:, queries, None] == docs[:, None, keys])
-    return visible
-
-
-def document_ends(rows: Any, batch: int, tokens: int, device: torch.device) -> tuple[Tensor, int]:
-    """cu_seqlens and the longest document, for rows that may be of one document each."""
-    ends: Tensor | None = getattr(rows, "cu_seqlens", None)
-    if ends is not None:
-        return ends, rows.max_seqlen
-    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device), tokens
-
-
-def clipped_ends(ends: Tensor, tokens: int, start: int, stop: int) -> Tensor:
-    """cu_seqlens over rows of ``tokens`` -> those over columns start .. stop - 1 of each, laid end to end. A document
-    without a token there has length 0."""
-    return (ends // tokens) * (stop - start) + (ends % tokens - start).clamp(0, stop - start)
 
 
 # ------------------------------------------------------------------------------------------ cores
@@ -266,8 +216,7 @@ class AllGatherCore(ContextCore):
         return {**getattr(rows, "masks", {}), self.window: mask[:, None]}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Any, sinks: Tensor | None) -> Tensor:
-        if sinks is not None:
-            raise ValueError(f"sinks came, but {hindrance('allgather', softcap=False, sinks=True)}")
+        _refuse_sinks(sinks, "allgather")
         widths = (k.shape[-1], v.shape[-1])
         k, v = _GatherRows.apply(torch.cat((k, v), -1), self.group).split(widths, -1)
         mask = getattr(rows, "masks", {}).get(self.window)
@@ -306,14 +255,41 @@ class AllGatherCore(ContextCore):
         return torch.cat(outs, 2)
 
 
+def _by_length(whole: Any) -> bool:
+    """Whether the documents of rows are told by their lengths, if there are several."""
+    return getattr(whole, "cu_seqlens", None) is not None or getattr(whole, "doc_ids", None) is None
+
+
 def _fused(rows: Any, dtype: torch.dtype, widths: tuple[int, int]) -> bool:
     """Whether torch's variable-length kernel can serve these rows and heads."""
-    lengths = getattr(rows.whole, "cu_seqlens", None) is not None or getattr(rows.whole, "doc_ids", None) is None
+    lengths = _by_length(rows.whole)
     heads = widths[0] == widths[1] and widths[0] % 8 == 0 and 0 < widths[0] <= 256
     return bool(rows.columns.is_cuda) and dtype in (torch.bfloat16, torch.float16) and lengths and heads
 
 
-CORES: dict[str, type[ContextCore]] = {"allgather": AllGatherCore, "ulysses": UlyssesCore}
+class RingCore(ContextCore):
+    """`ring_attention`. Sends no more than the gathering does, while it computes, and never holds a whole row."""
+
+    def parts(self, rows: Any, dtype: torch.dtype) -> dict[str, Any]:
+        tokens = len(rows.columns) * self.group.size()
+        return {"docs": document_ids(rows.whole, len(rows.position_ids), tokens)}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Any, sinks: Tensor | None) -> Tensor:
+        _refuse_sinks(sinks, "ring")
+        batch, tokens = len(q), q.shape[2] * self.group.size()
+        docs = rows.docs if hasattr(rows, "docs") else document_ids(rows.whole, batch, tokens)
+        ends, longest = document_ends(rows.whole, batch, tokens, q.device)
+        kernel = choose_kernel(q, v, self.window, documents_by_length=_by_length(rows.whole))
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return ring_attention(q, k, v, Ring(self.group, tokens, ends, longest, docs, self.window, scale, kernel))
+
+
+def _refuse_sinks(sinks: Tensor | None, style: str) -> None:
+    if sinks is not None:
+        raise ValueError(f"sinks came, but {hindrance(style, softcap=False, sinks=True)}")
+
+
+CORES: dict[str, type[ContextCore]] = {"allgather": AllGatherCore, "ulysses": UlyssesCore, "ring": RingCore}
 
 # ------------------------------------------------------------------------------------------ models
 

@@ -50,7 +50,7 @@ _SHAPE_KEYS = (
 )
 """What may be said of a model; see `check_layout` for those that are looked at."""
 
-CHUNKS = {"allgather": 2, "ulysses": 1}
+CHUNKS = {"allgather": 2, "ulysses": 1, "ring": 2}
 """parallel.cp_style -> chunks of each row that a rank has. Under a causal mask chunk i of 2n sees i + 1 chunks; the
 chunks r and 2n - 1 - r together see 2n + 1, on every rank r of n as much."""
 
