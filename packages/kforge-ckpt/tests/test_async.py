@@ -204,3 +204,28 @@ def test_the_process_that_writes_does_not_import_the_caller_s_script(tmp_path: P
     ckpt.save(2, {"box": Box(t=torch.zeros(3))})  # a new one is started
     ckpt.close()
     assert ckpt.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("options", WRITERS)
+def test_a_prepared_save_finds_its_plan_and_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    box = Box(t=torch.arange(9000.0), n=3)
+    ckpt = Checkpointer(tmp_path, mode="async", **options)
+    ckpt.prepare({"box": box})
+    assert not ckpt.steps() and ckpt._memory is not None
+    plan, memory = ckpt._agreement._layout, ckpt._memory
+    ckpt.save(1, {"box": box})
+    ckpt.close()
+    assert ckpt._agreement._layout is plan and ckpt._memory is memory
+    assert len(memory.blocks) == (2 if "staging_bytes" in options else -(-36000 // 4096))
+    back = Box(t=torch.zeros(9000), n=0)
+    ckpt.restore({"box": back})
+    assert torch.equal(back.values["t"], torch.arange(9000.0)) and back.values["n"] == 3
+
+
+def test_preparing_synchronous_saves_takes_nothing(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path)
+    ckpt.prepare({"box": Box(t=torch.zeros(3))})
+    assert ckpt._memory is None

@@ -85,3 +85,25 @@ def test_shared_memory_has_no_name_and_ends_with_its_users(tmp_path: Path) -> No
     memory.blocks[0].memory[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     with mmap.mmap(memory.handle, 3, prot=mmap.PROT_READ) as view:
         assert bytes(view) == b"\1\2\3"
+
+
+def test_memory_reserved_ahead_is_what_a_save_uses() -> None:
+    memory = HostMemory()
+    memory.reserve_ahead(5 * mmap.PAGESIZE)
+    memory.reserve(4 * mmap.PAGESIZE)
+    blocks = [block.memory.data_ptr() for block in memory.blocks]
+    assert len(blocks) == 5
+    copy = Staging([torch.ones(6 * mmap.PAGESIZE, dtype=torch.uint8)], memory, None)
+    assert b"".join(block.wait().tobytes() for block in copy.blocks()) == b"\1" * 6 * mmap.PAGESIZE
+    assert [block.memory.data_ptr() for block in memory.blocks][:5] == blocks
+
+
+def test_what_could_not_be_reserved_ahead_is_an_error_of_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    memory = HostMemory()
+    monkeypatch.setattr(memory, "_allocate", refuse)
+    memory.reserve_ahead(mmap.PAGESIZE)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.reserve(mmap.PAGESIZE)

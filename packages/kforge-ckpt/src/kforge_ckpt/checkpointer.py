@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from kforge_ckpt import commit
 from kforge_ckpt.background import Background
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
@@ -32,6 +34,9 @@ from kforge_ckpt.storage import Layout
 from kforge_ckpt.writer import WriterProcess
 
 logger = logging.getLogger("kforge_ckpt")
+
+DIRECT_BYTES = 2**28
+"""Host memory through which a save in mode "sync" writes what lies on a device: 256 MiB."""
 
 Event = Callable[[str, dict[str, Any]], None]
 
@@ -200,6 +205,18 @@ class Checkpointer:
                 self.staged()
         return True
 
+    def prepare(self, states: Mapping[str, Stateful]) -> None:
+        """Plan saves of ``states`` and begin to allocate the host memory that they take, beside the caller; the first
+        save then waits for neither. All ranks call it; in mode "sync" it does nothing. Raises as `save` does."""
+        if self.mode == "sync" or self._memory is not None:
+            return
+        ranks, what = self._ranks(), f"saves to {self.dir} were not prepared"
+        with ExitStack() as stack:
+            ranks.all(what, lambda: enter_forms(states, stack))
+            collected, _, layout = self._agreement.reach(ranks, what, 0, lambda: collect(states, None))
+            pieces = list(layout.pieces(collected.parts.tensors))
+        self._memory_for(pieces).reserve_ahead(sum(piece.numel() * piece.itemsize for piece in pieces))
+
     def _there(self, step: int) -> bool:
         """Whether a step is committed; one that this run found damaged is put out of the way."""
         found = commit.committed(self.dir)
@@ -314,7 +331,9 @@ class Checkpointer:
     # How the bytes of tensors get to the file.
 
     def _direct(self, job: Save) -> WriteTensors:
-        """From where they lie."""
+        """From where they lie: from a device through a few blocks, copied to while those before them are written."""
+        if any(tensor.is_cuda for tensor in job.collected.parts.tensors.values()):
+            return self._staged(job, self._copy(job))
         return lambda path: write_tensors(path, job.layout.specs, job.layout.pieces(job.collected.parts.tensors))
 
     def _copy(self, job: Save) -> Staging:
@@ -323,10 +342,14 @@ class Checkpointer:
             parts.tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts.tensors.items()}
         pieces = list(job.layout.pieces(job.collected.parts.tensors))
         device = next((piece.device for piece in pieces if piece.is_cuda), None)
+        return Staging(pieces, self._memory_for(pieces), device)
+
+    def _memory_for(self, pieces: Sequence[torch.Tensor]) -> HostMemory:
         if self._memory is None:
             shared = self.writer == "process"
-            self._memory = HostMemory(self.staging_bytes, pinned=device is not None, shared=shared)
-        return Staging(pieces, self._memory, device)
+            limit = DIRECT_BYTES if self.mode == "sync" else self.staging_bytes
+            self._memory = HostMemory(limit, pinned=any(piece.is_cuda for piece in pieces), shared=shared)
+        return self._memory
 
     def _staged(self, job: Save, staging: Staging) -> WriteTensors:
         """From where they were copied to."""

@@ -20,6 +20,7 @@ import torch
 
 from kforge_ckpt.errors import DamagedCheckpointError, UnsupportedStateError
 from kforge_ckpt.files import Block, FileRecord, Place, write_file
+from kforge_ckpt.landing import Landing
 
 DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
@@ -162,17 +163,23 @@ class TensorFile:
         self.rows_into(out, key, first)
         return out
 
-    def rows_into(self, target: torch.Tensor, key: str, first: int) -> None:
-        """Fill ``target``, a contiguous CPU tensor of the stored dtype, with whole rows from row ``first`` on."""
+    def rows_into(self, target: torch.Tensor, key: str, first: int, landing: Landing | None = None) -> None:
+        """Fill ``target``, contiguous and of the stored dtype, with whole rows from row ``first`` on: on the CPU
+        directly, elsewhere through a ``landing``."""
         entry = self.entries[key]
         row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
         if target.numel() == 0:
             return
-        view = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         begin = entry.begin + first * row_bytes
-        if target.dtype != entry.dtype or begin + len(view) > entry.end:
+        if target.dtype != entry.dtype or begin + target.numel() * target.itemsize > entry.end:
             raise ValueError(f"{key} of {self.path} does not hold what was asked: {target.dtype}, {target.shape}")
         self._file.seek(begin)
+        if landing is not None:
+            landing.fill(target, self._read_into)
+        else:
+            self._read_into(memoryview(target.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+    def _read_into(self, view: memoryview) -> None:
         while view:
             count = self._file.readinto(view)
             if not count:

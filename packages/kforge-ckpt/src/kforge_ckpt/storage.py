@@ -35,6 +35,7 @@ from torch.futures import Future
 
 from kforge_ckpt.errors import DamagedCheckpointError
 from kforge_ckpt.files import Place
+from kforge_ckpt.landing import Landing
 from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, dtype_name, file_order
 
 INDEX = "tensors.json"
@@ -226,12 +227,14 @@ class TensorReader(StorageReader):
         for item in plan.items:
             chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             by_file[chunk.file].append((item, chunk))
+        landing = Landing()
         for name, reads in by_file.items():
             with TensorFile(self.folder / name) as file:
                 # In the order of the file: neighbours come from an object store in one request.
                 for item, chunk in sorted(reads, key=lambda read: file.entries[read[1].key].begin):
                     target = planner.resolve_tensor(item).detach()
-                    _read(file, chunk.key, tuple(item.storage_offsets), tuple(item.lengths), target)
+                    box = tuple(item.storage_offsets), tuple(item.lengths)
+                    _read(file, chunk.key, *box, target, None if target.device.type == "cpu" else landing)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -250,15 +253,21 @@ def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
     )
 
 
-def _read(file: TensorFile, key: str, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor) -> None:
+def _read(
+    file: TensorFile,
+    key: str,
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    target: torch.Tensor,
+    landing: Landing | None,
+) -> None:
     """Copy the box ``offsets, lengths`` of a stored chunk into ``target``, reading only the rows that it spans."""
     entry = file.entries[key]
     if len(lengths) > len(entry.shape):  # one of several copies
         offsets, lengths, target = offsets[1:], lengths[1:], target[0]
     first, count = (offsets[0], lengths[0]) if offsets else (0, 1)
-    direct = target.device.type == "cpu" and target.is_contiguous() and target.dtype == entry.dtype
-    if direct and lengths[1:] == entry.shape[1:]:
-        file.rows_into(target, key, first)  # whole rows go where they belong without a copy between
+    if target.is_contiguous() and target.dtype == entry.dtype and lengths[1:] == entry.shape[1:]:
+        file.rows_into(target, key, first, landing)  # whole rows go straight where they belong
         return
     rows = file.rows(key, first, count)
     for dim in range(1, len(offsets)):

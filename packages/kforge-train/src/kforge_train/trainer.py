@@ -107,6 +107,7 @@ class Trainer:
         if job.mesh.rank == 0:
             save_config(config)
         self.report_start()
+        job.checkpointer.prepare(self.state)
         verdict = job.guard.settle()
         while self.next_step < config.train.steps:
             verdict = self.step()
