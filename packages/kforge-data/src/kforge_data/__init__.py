@@ -14,6 +14,7 @@ from kforge_data._version import __version__
 
 if TYPE_CHECKING:
     from kforge_data.batch import Batch as Batch
+    from kforge_data.best_fit import PackedDocuments as PackedDocuments
     from kforge_data.config import DataConfig as DataConfig
     from kforge_data.corpus import CorpusReport as CorpusReport
     from kforge_data.corpus import stdlib_documents as stdlib_documents
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kforge_data.loader import Loader as Loader
     from kforge_data.loader import evaluation_batches as evaluation_batches
     from kforge_data.loader import evaluation_rows as evaluation_rows
+    from kforge_data.megatron import MegatronTokens as MegatronTokens
+    from kforge_data.megatron import write_megatron as write_megatron
     from kforge_data.ngram import KneserNeyBigram as KneserNeyBigram
     from kforge_data.ngram import NgramBaseline as NgramBaseline
     from kforge_data.ngram import ngram_baseline as ngram_baseline
@@ -28,10 +31,12 @@ if TYPE_CHECKING:
     from kforge_data.order import epoch_order as epoch_order
     from kforge_data.packing import PackedRows as PackedRows
     from kforge_data.packing import pack_rows as pack_rows
+    from kforge_data.raw import TokenFiles as TokenFiles
     from kforge_data.shard_writer import ShardWriter as ShardWriter
     from kforge_data.shards import TokenShards as TokenShards
     from kforge_data.sources import RowBlock as RowBlock
     from kforge_data.sources import Source as Source
+    from kforge_data.streams import TokenStream as TokenStream
     from kforge_data.tokenize import ReadCounts as ReadCounts
     from kforge_data.tokenize import TokenizeReport as TokenizeReport
     from kforge_data.tokenize import read_documents as read_documents
@@ -47,14 +52,18 @@ _HOME = {
     "DataConfig": "config",
     "KneserNeyBigram": "ngram",
     "Loader": "loader",
+    "MegatronTokens": "megatron",
     "NgramBaseline": "ngram",
+    "PackedDocuments": "best_fit",
     "PackedRows": "packing",
     "Permutation": "order",
     "ReadCounts": "tokenize",
     "RowBlock": "sources",
     "ShardWriter": "shard_writer",
     "Source": "sources",
+    "TokenFiles": "raw",
     "TokenShards": "shards",
+    "TokenStream": "streams",
     "TokenizeReport": "tokenize",
     "Tokenizer": "tokenizer",
     "epoch_order": "order",
@@ -67,6 +76,7 @@ _HOME = {
     "tokenize_files": "tokenize",
     "train_tokenizer": "tokenizer",
     "verify_shards": "verify",
+    "write_megatron": "megatron",
     "write_stdlib_corpus": "corpus",
 }
 

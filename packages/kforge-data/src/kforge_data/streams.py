@@ -1,0 +1,228 @@
+"""A stream of tokens that knows its documents, cut into rows: what every kind of token file on disk becomes.
+
+The files are memory-mapped arrays; the documents laid end to end, over all files, are one stream. Row i of S tokens is
+stream[i*S : (i+1)*S], and the token after it as look-ahead; the last row is padded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kforge_data.order import epoch_order
+from kforge_data.sources import RowBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kforge_data.tokenizer import Tokenizer
+
+
+class TokenStream:
+    """Tokens of several files laid end to end, and where documents begin. A `Source`; reading is safe from threads.
+
+    Args:
+        bins: the tokens of each file, [n_i] of one unsigned integer type.
+        docs: for each file int64 [d_i + 1]: where each of its documents begins in it, and as last entry n_i. A
+            document lies in one file and is not empty.
+        vocab_size: ids are 0..vocab_size-1.
+        eos_id: the id that ends each document, if one does.
+        text_bytes: bytes of UTF-8 text that the tokens stand for; 0 where that is not known.
+        tokenizer: fingerprint of the tokenizer that made the ids, "" where that is not known.
+        fingerprint: names the content.
+        name: what errors call it.
+    """
+
+    def __init__(
+        self,
+        bins: Sequence[NDArray[Any]],
+        docs: Sequence[NDArray[np.int64]],
+        *,
+        dtype: np.dtype[Any],
+        vocab_size: int,
+        eos_id: int | None,
+        text_bytes: int = 0,
+        tokenizer: str = "",
+        fingerprint: str,
+        name: str,
+    ) -> None:
+        self._bins, self._docs = list(bins), list(docs)
+        self.name, self.fingerprint = name, fingerprint
+        self.dtype = dtype
+        """Integer type of the ids on disk."""
+        self.vocab_size, self.eos_id, self.text_bytes, self.tokenizer = vocab_size, eos_id, text_bytes, tokenizer
+        # Stream position and document number at which each file begins; the totals as last entries.
+        self._first_token = np.cumsum([0, *map(len, self._bins)], dtype=np.int64)
+        self._first_document = np.cumsum([0, *(len(docs) - 1 for docs in self._docs)], dtype=np.int64)
+        self._max_documents: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}: {self.documents:,} documents, {self.tokens:,} tokens)"
+
+    @property
+    def tokens(self) -> int:
+        """Length of the stream."""
+        return int(self._first_token[-1])
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return int(self._first_document[-1])
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """ValueError unless these tokens were made with this tokenizer, or by whom nobody wrote down."""
+        if self.tokenizer and self.tokenizer != tokenizer.fingerprint:
+            raise ValueError(
+                f"{self.name} was made with the tokenizer {self.tokenizer[:19]}, "
+                f"not with {tokenizer.fingerprint[:19]}; tokenize again, or name the tokenizer that made it"
+            )
+
+    def document_bounds(self, first: int, last: int) -> NDArray[np.int64]:
+        """Stream positions at which documents first..last-1 begin, and the end of the last; int64 [last-first+1]."""
+        parts = []
+        for shard, docs in enumerate(self._docs):
+            base = int(self._first_document[shard])
+            low, high = max(first - base, 0), min(last - base, len(docs) - 1)
+            if low < high:
+                parts.append(docs[low:high] + self._first_token[shard])
+        return np.append(np.concatenate([np.empty(0, np.int64), *parts]), self._end_of(last - 1))
+
+    def _end_of(self, document: int) -> int:
+        if document < 0:
+            return 0
+        shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return int(self._docs[shard][document - self._first_document[shard] + 1] + self._first_token[shard])
+
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        """A mean loss in nats per token as bits per byte of text: nats * tokens / (ln 2 * bytes).
+
+        Every token is priced at the mean, also the few that no row scores (the first of each document).
+        """
+        if not self.text_bytes:
+            raise ValueError(f"{self.name} does not know its bytes of text, so bits per byte cannot be told")
+        return nats_per_token * self.tokens / (math.log(2) * self.text_bytes)
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens [start, stop) of the stream, in the type of the files. A view where one shard holds them all."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise ValueError(f"tokens {start}..{stop} lie outside of a stream of {self.tokens}")
+        parts = [self._bins[s][lo:hi] for s, lo, hi in self._pieces(start, stop)]
+        if not parts:
+            return np.empty(0, self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def document(self, number: int) -> NDArray[Any]:
+        """Tokens of one document (0..documents-1), its end-of-text token included."""
+        if not 0 <= number < self.documents:
+            raise ValueError(f"document {number} does not exist; there are {self.documents}, from 0")
+        shard = int(np.searchsorted(self._first_document, number, side="right")) - 1
+        inside = number - int(self._first_document[shard])
+        return self._bins[shard][self._docs[shard][inside] : self._docs[shard][inside + 1]]
+
+    def copy_pieces(
+        self, starts: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[Any], at: NDArray[np.int64]
+    ) -> None:
+        """Copy stream[starts[i] : starts[i] + lengths[i]] to out[at[i]:], for pieces that lie in one file each."""
+        shards = np.searchsorted(self._first_token, starts, side="right") - 1
+        begins = starts - self._first_token[shards]
+        bins = self._bins
+        for shard, lo, hi, to, end in zip(
+            shards.tolist(),
+            begins.tolist(),
+            (begins + lengths).tolist(),
+            at.tolist(),
+            (at + lengths).tolist(),
+            strict=True,
+        ):
+            out[to:end] = bins[shard][lo:hi]
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(shard, from, to) of the parts of [start, stop), positions inside the shard."""
+        pieces = []
+        shard = int(np.searchsorted(self._first_token, start, side="right")) - 1
+        while start < stop:
+            base, end = int(self._first_token[shard]), int(self._first_token[shard + 1])
+            pieces.append((shard, start - base, min(stop, end) - base))
+            start, shard = min(stop, end), shard + 1
+        return pieces
+
+    # What makes it a Source.
+
+    def row_count(self, row_tokens: int) -> int:
+        """Rows of `row_tokens` that hold the stream; the last may be padded."""
+        if row_tokens < 1:
+            raise ValueError(f"row_tokens = {row_tokens} must be at least 1")
+        return -(-self.tokens // row_tokens)
+
+    def rows_at(self, positions: NDArray[np.int64], *, row_tokens: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+        """Row ids at these positions: a new pseudo-random permutation of the rows for every epoch."""
+        return epoch_order(positions, rows=self.row_count(row_tokens), seed=seed, shuffle=shuffle)
+
+    def read_rows(self, row_ids: NDArray[np.int64], row_tokens: int) -> RowBlock:
+        """Rows of these ids, each with its look-ahead token and the document starts inside it."""
+        row_ids = np.asarray(row_ids, np.int64).reshape(-1)
+        rows = self.row_count(row_tokens)
+        if row_ids.size and (row_ids.min() < 0 or row_ids.max() >= rows):
+            raise ValueError(f"row {row_ids.min()}..{row_ids.max()} asked for; there are {rows} of {row_tokens} tokens")
+        starts = row_ids * row_tokens
+        stops = np.minimum(starts + row_tokens + 1, self.tokens)
+        tokens = np.empty((len(row_ids), row_tokens + 1), self.dtype)
+        bounds = self._first_token
+        first = np.searchsorted(bounds, starts, side="right") - 1
+        last = np.searchsorted(bounds, stops - 1, side="right") - 1
+        start_rows, start_columns = [], []
+        touched = {s for a, b in zip(first.tolist(), last.tolist(), strict=True) for s in range(a, b + 1)}
+        for shard in sorted(touched):
+            here = np.flatnonzero((first <= shard) & (shard <= last))
+            base = int(bounds[shard])
+            a, b = starts[here], np.minimum(stops[here], bounds[shard + 1])
+            low, high = np.maximum(a, base), b
+            source = self._bins[shard]
+            for row, column, lo, hi in zip(
+                here.tolist(), (low - a).tolist(), (low - base).tolist(), (high - base).tolist(), strict=True
+            ):
+                tokens[row, column : column + hi - lo] = source[lo:hi]
+            # Documents that start in (a, b): column 0 needs no mark.
+            begins = self._docs[shard][:-1]
+            i = np.searchsorted(begins, np.maximum(low, a + 1) - base)
+            counts = np.searchsorted(begins, high - base) - i
+            picked = np.repeat(i - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+            start_rows.append(np.repeat(here, counts))
+            start_columns.append(begins[picked] + base - np.repeat(a, counts))
+        valid = stops - starts
+        for row in np.flatnonzero(valid <= row_tokens).tolist():
+            tokens[row, valid[row] :] = 0
+        at_rows = np.concatenate(start_rows) if start_rows else np.empty(0, np.int64)
+        at_columns = np.concatenate(start_columns) if start_columns else np.empty(0, np.int64)
+        if len(start_rows) > 1:
+            order = np.lexsort((at_columns, at_rows))
+            at_rows, at_columns = at_rows[order], at_columns[order]
+        return RowBlock(tokens, valid, at_rows, at_columns, np.zeros(len(row_ids), np.int16))
+
+    def max_documents(self, row_tokens: int) -> int:
+        """The most documents that any one row holds, parts and padding counted. One pass over the offsets, kept."""
+        if row_tokens not in self._max_documents:
+            rows = self.row_count(row_tokens)
+            most = 1 + int(self.tokens % row_tokens != 0)
+            carried_row, carried = -1, 0
+            for shard, docs in enumerate(self._docs):
+                for at in range(0, len(docs) - 1, 1 << 20):
+                    begins = docs[at : min(at + (1 << 20), len(docs) - 1)] + self._first_token[shard]
+                    begins = begins[begins % row_tokens != 0]
+                    if not begins.size:
+                        continue
+                    row = begins // row_tokens
+                    edges = np.flatnonzero(np.diff(row)) + 1
+                    first = np.concatenate([[0], edges])
+                    counts = np.diff(np.concatenate([first, [len(row)]]))
+                    if row[0] == carried_row:
+                        counts[0] += carried
+                    padding = (row[first] == rows - 1) & (self.tokens % row_tokens != 0)
+                    most = max(most, int((1 + counts + padding).max()))
+                    carried_row, carried = int(row[-1]), int(counts[-1])
+            self._max_documents[row_tokens] = most
+        return self._max_documents[row_tokens]
