@@ -95,4 +95,6 @@ def test_user_errors_leave_no_file(model: Transformer, tmp_path: Path) -> None:
         extract(model, [ids], "norm", tmp_path / "x.npz", reduce=torch.sum)
     with pytest.raises(ValueError, match="called 0 times"):
         extract(model, [ids], "layers", tmp_path / "x.npz")
+    with pytest.raises(ValueError, match=r"no batches, and nothing was written to x\.npz"):
+        extract(model, [], "norm", tmp_path / "x.npz")
     assert list(tmp_path.iterdir()) == []

@@ -246,6 +246,17 @@ def test_user_errors(model: Transformer) -> None:
         generate(model, prompt, -1)
     with pytest.raises(ValueError, match="prefill_chunk = 0"):
         generate(model, prompt, 1, prefill_chunk=0)
+    for bad in ([[0.5, 1.0]], torch.rand(1, 3), [torch.tensor([True])]):
+        with pytest.raises(ValueError, match="holds no token ids"):
+            generate(model, bad, 1)
+    for token in (-1, model.config.vocab_size, 2.0):
+        with pytest.raises(ValueError, match=f"stop_tokens has {token}"):
+            generate(model, [[1]], 1, stop_tokens=[3, token])
+    for name, value in (("top_k", 1.5), ("prefill_chunk", True)):
+        with pytest.raises(ValueError, match=f"{name} = {value}"):
+            generate(model, [[1]], 1, **{name: value})
+    with pytest.raises(ValueError, match=r"max_new_tokens = 2\.0"):
+        generate(model, [[1]], 2.0)
     with pytest.raises(ValueError, match="top_p"):
         stream(model, prompt, 1, top_p=1.5)  # at once, not at the first token
     model.layers["1"].attn.core = nn.Identity()  # type: ignore[union-attr, assignment]

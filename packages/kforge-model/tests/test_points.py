@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,6 +42,27 @@ def test_outputs_by_name(offload: bool) -> None:
     assert (block.mlp(block.mlp_norm(x)) - seen["layers.0.mlp"][0]).abs().max() < 1e-12
     model(ids)
     assert len(seen["head"]) == 2  # nothing is kept afterwards
+
+
+class Found(NamedTuple):
+    value: Tensor
+    parts: list[Tensor]
+
+
+class Splits(torch.nn.Module):
+    def forward(self, x: Tensor) -> Found:
+        return Found(x + 1, [x, 2 * x])
+
+
+def test_tuples_and_lists_stay_what_they_are() -> None:
+    model = torch.nn.ModuleDict({"splits": Splits()})
+    x = torch.ones(3, requires_grad=True)
+    with capture(model, "splits", offload=True) as seen:
+        out = model["splits"](x)
+    kept = seen["splits"][0]
+    assert isinstance(kept, Found) and isinstance(kept.parts, list)
+    assert torch.equal(kept.value, out.value) and torch.equal(kept.parts[1], out.parts[1])
+    assert not kept.value.requires_grad and not kept.parts[1].requires_grad
 
 
 def test_hooks_go_when_the_model_fails() -> None:

@@ -80,8 +80,9 @@ def extract(
     output's; bfloat16 becomes float32 in ``.npz``. Returns name -> shape. Runs in eval mode without gradients; under
     several ranks each writes what it has, so give each a path of its own.
 
-    Raises ValueError for another ending, a pattern that matches nothing, a module whose output is not one tensor, and
-    outputs whose shape (but for the first dimension) or dtype changes between batches, as "tokens" and "mean" never do.
+    Raises ValueError for another ending, no batch at all, a pattern that matches nothing, a module whose output is not
+    one tensor, and outputs whose shape (but for the first dimension) or dtype changes between batches, as "tokens" and
+    "mean" never do.
     Raises ImportError without NumPy.
     """
     try:
@@ -108,6 +109,8 @@ def extract(
                     file = files.enter_context(open(own, "wb"))
                     columns[name] = _Column(file, own, part.dtype, tuple(part.shape[1:]))
                 _write(name, columns[name], part)
+        if not columns:
+            raise ValueError(f"there were no batches, and nothing was written to {path.name}; give at least one")
         for column in columns.values():
             column.file.close()
         whole = Path(scratch) / "whole"

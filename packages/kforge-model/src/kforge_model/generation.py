@@ -74,15 +74,22 @@ def stream(
     """
     given = _read(prompts, _device_of(model))
     longest = given.ids.shape[1]
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens = {max_new_tokens} must be 0 or above")
+    for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k)):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} = {value!r} must be a whole number, 0 or above")
+    vocabulary = model.config.vocab_size
+    if strange := [token for token in stop_tokens if type(token) is not int or not 0 <= token < vocabulary]:
+        raise ValueError(
+            f"stop_tokens has {strange[0]!r}, which no row can end with: token ids are whole numbers from 0 to "
+            f"{vocabulary - 1}"
+        )
     if longest + max_new_tokens > model.config.max_seq_len:
         raise ValueError(
             f"{longest} prompt and {max_new_tokens} new tokens exceed max_seq_len = {model.config.max_seq_len}; ask "
             "for fewer, or shorten the prompt"
         )
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise ValueError(f"prefill_chunk = {prefill_chunk} must be at least 1 token")
+    if prefill_chunk is not None and (type(prefill_chunk) is not int or prefill_chunk < 1):
+        raise ValueError(f"prefill_chunk = {prefill_chunk!r} must be at least 1 token, or None")
     settings: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
@@ -219,16 +226,23 @@ def _read(prompts: Tensor | Sequence[Tensor | Sequence[int]], device: torch.devi
                 "different lengths come as a list"
             )
         batch, longest = prompts.shape
-        return _Prompts(prompts.to(device), None, [longest] * batch)
-    rows = [torch.as_tensor(prompt, dtype=torch.int64).to(device) for prompt in prompts]
-    for row in rows:
+        return _Prompts(_whole(prompts).to(device), None, [longest] * batch)
+    found = [torch.as_tensor(prompt) for prompt in prompts]
+    for row in found:
         if row.ndim != 1 or len(row) < 1:
             raise ValueError(f"a prompt of shape {tuple(row.shape)} must be one row with at least one token")
-    if not rows:
+    if not found:
         raise ValueError("there are no prompts; give at least one")
+    rows = [_whole(row).to(device) for row in found]
     lengths = [len(row) for row in rows]
     longest = max(lengths)
     ids = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
     if min(lengths) == longest:
         return _Prompts(ids, None, lengths)
     return _Prompts(ids, torch.tensor([longest - n for n in lengths], device=device), lengths)
+
+
+def _whole(ids: Tensor) -> Tensor:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"a prompt of {ids.dtype} holds no token ids, which are whole numbers; encode the text first")
+    return ids.long()

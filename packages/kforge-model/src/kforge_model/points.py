@@ -154,7 +154,8 @@ def _kept(value: Any, offload: bool, devices: set[torch.device]) -> Any:
         devices.add(value.device)
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
     if isinstance(value, (tuple, list)):
-        return tuple(_kept(item, offload, devices) for item in value)
+        kept = [_kept(item, offload, devices) for item in value]
+        return type(value)(*kept) if hasattr(value, "_fields") else type(value)(kept)  # the first: a NamedTuple
     if isinstance(value, dict):
         return {key: _kept(item, offload, devices) for key, item in value.items()}
     return value

@@ -33,13 +33,24 @@ class Registry(Generic[T]):
         return sorted({*self._parts, *(point.name for point in entry_points(group=self.entry_point_group))})
 
     def get(self, name: str) -> T:
-        """The part called ``name``. Raises ValueError, which lists the known names, when there is none."""
+        """The part called ``name``. Raises ValueError, which lists the known names, when there is none, and for a name
+        of two packages; ImportError, which names the entry point, for a package that does not load."""
         if name in self._parts:
             return self._parts[name]
-        for point in entry_points(group=self.entry_point_group, name=name):
-            part: T = point.load()
-            return self._parts.setdefault(name, part)
-        raise ValueError(f"unknown {self.kind} {name!r}; known are {', '.join(self.names())}")
+        points = list(entry_points(group=self.entry_point_group, name=name))
+        if not points:
+            raise ValueError(f"unknown {self.kind} {name!r}; known are {', '.join(self.names())}")
+        if len({point.value for point in points}) > 1:
+            both = " and ".join(sorted(point.value for point in points))
+            raise ValueError(f"{self.kind} {name!r} is an entry point of {both}; uninstall one of the packages")
+        try:
+            part: T = points[0].load()
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"{self.kind} {name!r} is the entry point {points[0].value} of group {self.entry_point_group}, which "
+                f"does not load: {error}"
+            ) from error
+        return self._parts.setdefault(name, part)
 
 
 MODELS: Registry[Callable[..., Any]] = Registry("model", "kforge.models")
