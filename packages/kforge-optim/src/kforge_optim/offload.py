@@ -41,6 +41,8 @@ class _Chunk:
     slots: list[Slot]
     work: Work
     """What is stepped on the host."""
+    grads: list[Tensor]
+    """On the device: those made for this copy must stay until it is done, which is on another stream."""
     arrived: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -76,7 +78,7 @@ class Offload:
             copies = [_copy(slot, grad) for slot, grad in zip(slots, grads, strict=True)]
             scalars = [None if scalar is None else _to_host(scalar) for scalar in (scale, gate)]
             arrived = None if stream is None else stream.record_event()
-        return _Chunk(slots, (group, copies, *scalars), arrived)  # type: ignore[arg-type]
+        return _Chunk(slots, (group, copies, *scalars), grads, arrived)  # type: ignore[arg-type]
 
     def _put_back(self, chunk: _Chunk) -> None:
         with self._beside("up", chunk.slots[0].parameter.device):
