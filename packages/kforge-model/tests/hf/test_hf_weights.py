@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from kforge_model import ModelConfig, Transformer
-from kforge_model.hf import FAMILIES, config_from_hf, config_to_hf, from_hf, to_hf
+from kforge_model.hf import FAMILIES, HfTensors, config_from_hf, config_to_hf, from_hf, to_hf
 
 TOLERANCE = 1e-5
 VOCAB = 61
@@ -387,12 +388,14 @@ def test_experts_that_are_missing_or_not_known_are_errors() -> None:
     name = "model.layers.1.block_sparse_moe.experts.{}.w3.weight"
     with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.block_sparse_moe\.experts\.5\.w3\.weight"):
         from_hf({key: tensor for key, tensor in state.items() if key != name.format(5)}, config)
-    with pytest.raises(ValueError, match=r"not known: model\.layers\.1\.mlp\.experts\.8\.w3\.weight"):
+    with pytest.raises(ValueError, match=r"not known: model\.layers\.1\.block_sparse_moe\.experts\.8\.w3\.weight"):
         from_hf({**state, name.format(8): state[name.format(0)]}, config)
     with pytest.raises(ValueError, match=r"block_sparse_moe.experts.2.w3.weight is \[20, 16\], .* wants \[20, 32\]"):
         from_hf({**state, name.format(2): torch.ones(20, 16)}, config)
     none = {key: tensor for key, tensor in state.items() if "layers.1.block_sparse_moe.experts" not in key}
-    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.experts\.down_proj, .*gate_up_proj"):
+    with pytest.raises(
+        ValueError, match=r"missing: .*layers\.1\.block_sparse_moe\.experts\.0\.w1\.weight, .* and 16 more"
+    ):
         from_hf(none, config)
     joined = to_hf(Transformer(config).state_dict(), config, joined_experts=True)
     with pytest.raises(ValueError, match=r"down_proj is \[4, 32, 20\], and the config wants \[8, 32, 20\]"):
@@ -587,3 +590,52 @@ def test_parts_without_a_name_and_families_without_one() -> None:
         to_hf(state, config, "llama")
     with pytest.raises(ValueError, match="unknown Hugging Face family 'nope'"):
         from_hf({}, OURS["llama"], "nope")
+
+
+class Counted(dict[str, Tensor]):
+    """A state dict that counts how often each tensor is asked for."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__(state)
+        self.asked: Counter[str] = Counter()
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.asked[key] += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "mixtral", "qwen3_moe", "further"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_one_tensor_at_a_time_is_as_all_at_once_and_reads_each_once(case: str, joined: bool) -> None:
+    config = FURTHER if case == "further" else OURS[case]
+    ours = Transformer(config)
+    randomise(ours)
+    with torch.no_grad():
+        for tensor in (ours.state_dict()["embed.weight"], ours.state_dict().get("head.weight", torch.empty(0))):
+            tensor[VOCAB:] = 0
+    tensors = HfTensors(config, joined_experts=joined)
+    whole = to_hf(ours.state_dict(), config, joined_experts=joined)
+    written = {
+        key: made for name in tensors.parts for key, made in tensors.to_hf(name, ours.state_dict()[name]).items()
+    }
+    assert list(written) == list(whole) and all(torch.equal(written[key], whole[key]) for key in whole)
+    shapes = {key: shape for parts in tensors.parts.values() for key, shape in parts.items()}
+    assert shapes == {key: tensor.shape for key, tensor in whole.items()}
+    state = Counted(whole)
+    tensors.check(state)
+    for name, tensor in ours.state_dict().items():
+        before = +state.asked
+        torch.testing.assert_close(tensors.from_hf(name, state), tensor, rtol=0, atol=2e-7)
+        assert (state.asked - before).keys() == tensors.parts[name].keys()  # and no other tensor is in memory
+    assert set(state.asked.values()) == {1} and state.asked.keys() == whole.keys()
+
+
+def test_experts_of_several_dtypes_are_joined_in_the_widest() -> None:
+    config = OURS["mixtral"]
+    state = to_hf(Transformer(config).state_dict(), config)
+    narrow = {name: tensor.bfloat16() if ".experts.0." in name else tensor for name, tensor in state.items()}
+    loaded, other = from_hf(narrow, config), from_hf(state, config)
+    for leaf in ("w_gate_up", "w_down"):
+        one, two = (found[f"layers.1.moe.experts.{leaf}"] for found in (loaded, other))
+        assert one.dtype == torch.float32 and torch.equal(one[1:], two[1:])
+        assert torch.equal(one[0], two[0].bfloat16().float())

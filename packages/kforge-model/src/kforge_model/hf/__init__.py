@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kforge_model.hf.configs import find_family as find_family
     from kforge_model.hf.families import FAMILIES as FAMILIES
     from kforge_model.hf.families import Family as Family
+    from kforge_model.hf.weights import HfTensors as HfTensors
     from kforge_model.hf.weights import from_hf as from_hf
     from kforge_model.hf.weights import to_hf as to_hf
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _HOME = {
     "FAMILIES": "families",
     "Family": "families",
+    "HfTensors": "weights",
     "config_from_hf": "configs",
     "config_to_hf": "configs",
     "family_of": "configs",

@@ -10,7 +10,7 @@ apart when it saves one. Its modules, and so its state dicts, hold two tensors f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kforge_model.config import ModelConfig
@@ -18,6 +18,7 @@ from kforge_model.hf.families import Family
 from kforge_model.hf.windows import shortest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 KEYS: Mapping[str, frozenset[str]] = {
@@ -69,52 +70,42 @@ def _dense_layers(config: ModelConfig) -> list[int]:
     return [layer for layer in range(config.n_layers + config.mtp_depth) if not config.has_experts(layer)]
 
 
-def join(state: Mapping[str, Tensor], config: ModelConfig, family: Family) -> dict[str, Tensor]:
-    """A state dict with the names of a file -> the same with those of transformers' modules, which pass through.
+def are_joined(keys: Iterable[str]) -> bool:
+    """Whether a state dict has the names of transformers' modules for its experts, not those of files."""
+    return any(map(holds_all, keys))
 
-    Copies once. Names of experts that the config does not have stay; raises ValueError, which names them, for experts
-    that are missing beside others of their layer, and for other shapes than the config's.
-    """
+
+def holds_all(key: str) -> bool:
+    """Whether a name of transformers' modules is of a tensor of all experts of a layer."""
+    return key.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+
+
+def join(matrices: Iterable[Tensor], shape: torch.Size) -> Tensor:
+    """What a module holds in one tensor of ``shape``, from the matrices of a file in the order in which `split` names
+    them. Each is let go of as soon as it is copied."""
     import torch
 
-    names = family.experts
-    if names is None:
-        return dict(state)
-    rest = {_renamed(key, names.block, "mlp"): tensor for key, tensor in state.items()}
-    of_layer = re.compile(rf"(.*\.mlp\.experts)\.\d+\.(?:{names.gate}|{names.up}|{names.down})\.weight")
-    owners = dict.fromkeys(match[1] for match in map(of_layer.fullmatch, rest) if match)
-    result = {}
-    for owner in owners:
-        hidden, width = config.expert_size, config.dim
-        for leaf, parts, shape in (
-            ("gate_up_proj", (names.gate, names.up), (hidden, width)),
-            ("down_proj", (names.down,), (width, hidden)),
-        ):
-            wanted = [f"{owner}.{e}.{part}.weight" for e in range(config.n_experts) for part in parts]
-            if missing := [name for name in wanted if name not in rest]:
-                raise ValueError(f"missing: {', '.join(_renamed(name, 'mlp', names.block) for name in missing)}")
-            tensors = [rest.pop(name) for name in wanted]
-            for name, tensor in zip(wanted, tensors, strict=True):
-                if tensor.shape != shape:
-                    raise ValueError(
-                        f"{_renamed(name, 'mlp', names.block)} is {list(tensor.shape)}, and the config wants "
-                        f"{list(shape)}"
-                    )
-            rows = len(parts) * shape[0]
-            joined = torch.cat(tensors).view(config.n_experts, rows, shape[1])
-            result[f"{owner}.{leaf}"] = joined
-    return rest | result
+    result, first = None, 0
+    for matrix in matrices:
+        if result is None:
+            result = torch.empty((shape[0] * shape[1], *shape[2:]), dtype=matrix.dtype, device=matrix.device)
+        elif matrix.dtype != result.dtype:
+            result = result.to(torch.promote_types(matrix.dtype, result.dtype))
+        result[first : first + len(matrix)] = matrix
+        first += len(matrix)
+    assert result is not None
+    return result.view(shape)
 
 
 def split(state: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """The inverse of `join`; copies nothing."""
+    """A state dict with the names of transformers' modules -> the same with those of a file; copies nothing."""
     names = family.experts
     if names is None:
         return dict(state)
     result = {}
     for key, tensor in state.items():
         owner, _, leaf = key.rpartition(".")
-        if not owner.endswith(".mlp.experts"):
+        if not holds_all(key):
             result[_renamed(key, "mlp", names.block)] = tensor
             continue
         owner = _renamed(owner, "mlp", names.block)

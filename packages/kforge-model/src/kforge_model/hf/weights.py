@@ -26,28 +26,12 @@ def from_hf(state: Mapping[str, Tensor], config: ModelConfig, family: str | None
     Experts may have the names of files, or those of transformers' modules (`experts`): then weights are views of them
     too. Layers of DeepSeek-V3 that predict further tokens are read as far as the config has them (mtp_depth); their
     embedding and head have to be the model's.
+    ``state`` may be a mapping that reads what it is asked for; each tensor is, once (`HfTensors` has one at a time).
     Raises ValueError for names that are missing or not known, and for other shapes than the config's.
     """
-    name = find_family(config) if family is None else family
-    names = _Names(name, config)
-    wanted = separate(_meta_state(config), config)
-    pairs = {ours: names.theirs(ours) for ours in wanted}
-    state = {key: tensor for key, tensor in state.items() if not re.fullmatch(BUFFERS, key)}
-    if FAMILIES[name].further_layers:
-        state = _checked_further_layers(state, config)
-    state = experts.join(state, config, FAMILIES[name])
-    embed, head = names.theirs("embed.weight"), names.theirs("head.weight")
-    for copy, of in _copies(config, embed, head if head in state else embed).items():
-        _drop_copy(state, copy, of, "the layers of mtp_depth have the model's")
-    if config.tie_embeddings:
-        _drop_copy(state, head, embed, "the config ties them; set tie_embeddings = False")
-    _check_names(state, pairs.values(), f"state dict of {name}")
-    result = {}
-    for ours, theirs in pairs.items():
-        change = CHANGES[names.change(ours)]
-        _check_shape(theirs, state[theirs], change.their_shape(wanted[ours].shape, config))
-        result[ours] = change.from_hf(state[theirs], config)
-    return fuse(result, config)
+    tensors = HfTensors(config, family, joined_experts=experts.are_joined(state))
+    tensors.check(state)
+    return {name: tensors.from_hf(name, state) for name in tensors.parts}
 
 
 def to_hf(
@@ -62,28 +46,83 @@ def to_hf(
     Raises ValueError for names that are missing or not known, for other shapes than the config's, and for parts that
     the family has no name for.
     """
-    name = find_family(config) if family is None else family
-    names = _Names(name, config)
-    wanted, given = _meta_state(config), dict(state)
+    tensors, given = HfTensors(config, family, joined_experts=joined_experts), dict(state)
     if config.tie_embeddings:
-        _drop_copy(given, "head.weight", "embed.weight", "the config ties them; set tie_embeddings = False")
-    _check_names(given, wanted, "state dict")
-    for ours, tensor in given.items():
-        _check_shape(ours, tensor, wanted[ours].shape)
-    parts = separate(given, config)
-    result = {names.theirs(ours): CHANGES[names.change(ours)].to_hf(tensor, config) for ours, tensor in parts.items()}
-    embed, head = names.theirs("embed.weight"), names.theirs("head.weight")
-    for copy, of in _copies(config, embed, head if head in result else embed).items():
-        result[copy] = result[of].clone()  # safetensors refuses files in which two names share memory
-    return result if joined_experts else experts.split(result, FAMILIES[name])
+        _drop_copy(given, "head.weight", "embed.weight")
+    _check_names(given, tensors.parts, "state dict")
+    return {key: made for name, tensor in given.items() for key, made in tensors.to_hf(name, tensor).items()}
+
+
+class HfTensors:
+    """What `to_hf` and `from_hf` do, one of our tensors at a time: for models that no memory holds twice.
+
+        for name in tensors.parts:                          # each of theirs is read once
+            parameter = tensors.from_hf(name, folder)       # folder: Mapping of their names, read when asked for
+            written |= tensors.to_hf(name, parameter)
+
+    Arguments are those of the two functions. Raises ValueError for a family that cannot say the config.
+    """
+
+    parts: dict[str, dict[str, torch.Size]]
+    """Name of ours -> the names of theirs that hold it, and their shapes."""
+
+    def __init__(self, config: ModelConfig, family: str | None = None, *, joined_experts: bool = False) -> None:
+        self.config = config
+        self._family = find_family(config) if family is None else family
+        self._names = _Names(self._family, config)
+        self._joined = joined_experts
+        meta = _meta_state(config)
+        self.shapes = {name: tensor.shape for name, tensor in meta.items()}
+        """Name of ours -> its shape."""
+        embed, head = self._names.theirs("embed.weight"), self._names.theirs("head.weight")
+        top = embed if config.tie_embeddings else head
+        self._copies = _copies(config, embed, top)
+        self._allowed = self._copies | ({head: embed} if config.tie_embeddings else {})
+        self.parts = {
+            name: {key: made.shape for key, made in self.to_hf(name, tensor).items()} for name, tensor in meta.items()
+        }
+
+    def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """One of ours, whole -> what of theirs it makes, most of it views of it."""
+        _check_shape(name, tensor, self.shapes[name])
+        names, parts = self._names, separate({name: tensor}, self.config)
+        result = {names.theirs(o): CHANGES[names.change(o)].to_hf(part, self.config) for o, part in parts.items()}
+        # safetensors refuses files in which two names share memory
+        result |= {copy: result[of].clone() for copy, of in self._copies.items() if of in result}
+        return result if self._joined else experts.split(result, FAMILIES[self._family])
+
+    def from_hf(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
+        """One of ours from those of theirs that ``parts`` names. Raises ValueError for another shape than the config's,
+        and for a weight that should be a copy of this one and is not."""
+        family, parts = FAMILIES[self._family], {}
+        meta = torch.empty(self.shapes[name], device="meta")
+        for ours, part in separate({name: meta}, self.config).items():
+            theirs, change = self._names.theirs(ours), CHANGES[self._names.change(ours)]
+            made = {theirs: change.to_hf(part, self.config)}
+            files = made if self._joined else experts.split(made, family)
+            read = (_checked(key, state[key], expected.shape) for key, expected in files.items())
+            apart = experts.holds_all(theirs) and not self._joined
+            tensor = experts.join(read, made[theirs].shape) if apart else next(read)
+            for copy, of in self._allowed.items():
+                if of == theirs and copy in state and not torch.equal(tensor, state[copy]):
+                    raise _not_a_copy(copy, of, _FURTHER if copy in self._copies else _TIED)
+            parts[ours] = change.from_hf(tensor, self.config)
+        return fuse(parts, self.config)[name]
+
+    def check(self, keys: Iterable[str]) -> None:
+        """Whether ``keys`` are the names of a whole model. Raises ValueError that names those missing or not known."""
+        given = {key for key in keys if not re.fullmatch(BUFFERS, key)}
+        if FAMILIES[self._family].further_layers:
+            given = _checked_further_layers(given, self.config)
+        wanted = {key for parts in self.parts.values() for key in parts} - self._copies.keys()
+        _check_names(given - self._allowed.keys(), wanted, f"state dict of {self._family}")
 
 
 class Change(NamedTuple):
-    """What becomes of a weight on the way in and out, and the shape that it has there, given ours."""
+    """What becomes of a weight on the way in and out."""
 
     from_hf: Callable[[Tensor, ModelConfig], Tensor]
     to_hf: Callable[[Tensor, ModelConfig], Tensor]
-    their_shape: Callable[[torch.Size, ModelConfig], torch.Size] = lambda shape, config: shape
 
 
 def _plus(tensor: Tensor, number: float) -> Tensor:
@@ -128,7 +167,6 @@ CHANGES: Mapping[str, Change] = {
     "vocabulary": Change(
         _pad,
         lambda tensor, config: tensor[: config.vocab_size],
-        lambda shape, config: torch.Size((config.vocab_size, *shape[1:])),
     ),
     "rotated_heads": Change(_of_heads(_halves), _of_heads(_neighbours)),
     "rotated_key": Change(_of_key(_halves), _of_key(_neighbours)),
@@ -139,7 +177,6 @@ CHANGES: Mapping[str, Change] = {
     "gate_up": Change(
         lambda tensor, config: tensor.unflatten(1, (2, -1)),
         lambda tensor, config: tensor.flatten(1, 2),
-        lambda shape, config: torch.Size((shape[0], 2 * shape[2], shape[3])),
     ),
 }
 
@@ -193,10 +230,10 @@ def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
         return dict(Transformer(config).state_dict())
 
 
-def _checked_further_layers(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def _checked_further_layers(keys: set[str], config: ModelConfig) -> set[str]:
     """The same without layers that predict more tokens than the config has: those past its last one that begin with a
     projection of hidden state and embedding. Raises ValueError where the config has such layers, and the state none."""
-    found = [int(match[1]) for key in state if (match := re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", key))]
+    found = [int(match[1]) for key in keys if (match := re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", key))]
     if config.mtp_depth and not found:
         raise ValueError(
             f"model.mtp_depth = {config.mtp_depth}, and the state dict has no layer that predicts a further token "
@@ -204,7 +241,7 @@ def _checked_further_layers(state: Mapping[str, Tensor], config: ModelConfig) ->
             "dataclasses.replace(config, mtp_depth=0)"
         )
     further = tuple(f"model.layers.{layer}." for layer in found if layer >= config.n_layers + config.mtp_depth)
-    return {key: tensor for key, tensor in state.items() if not key.startswith(further)}
+    return {key for key in keys if not key.startswith(further)}
 
 
 def _copies(config: ModelConfig, embed: str, head: str) -> dict[str, str]:
@@ -216,17 +253,25 @@ def _copies(config: ModelConfig, embed: str, head: str) -> dict[str, str]:
     }
 
 
-def _drop_copy(state: dict[str, Tensor], copy: str, of: str, why: str) -> None:
-    """Take out a weight that must be the same as another one."""
+_FURTHER = "the layers of mtp_depth have the model's"
+_TIED = "the config ties them; set tie_embeddings = False"
+
+
+def _drop_copy(state: dict[str, Tensor], copy: str, of: str) -> None:
+    """Take out the head of a tied model, which must be the embedding."""
     weight = state.pop(copy, None)
     if weight is not None and of in state and not torch.equal(weight, state[of]):
-        raise ValueError(f"{copy} is not {of}, and {why}")
+        raise _not_a_copy(copy, of, _TIED)
+
+
+def _not_a_copy(copy: str, of: str, why: str) -> ValueError:
+    return ValueError(f"{copy} is not {of}, and {why}")
 
 
 def _check_names(given: Iterable[str], wanted: Iterable[str], what: str) -> None:
     given, wanted = set(given), set(wanted)
     said = [
-        f"{why}: {', '.join(names)}"
+        f"{why}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
         for why, names in (
             ("missing", sorted(wanted - given)),
             ("not known", sorted(given - wanted)),
@@ -240,3 +285,8 @@ def _check_names(given: Iterable[str], wanted: Iterable[str], what: str) -> None
 def _check_shape(name: str, tensor: Tensor, wanted: torch.Size) -> None:
     if tensor.shape != wanted:
         raise ValueError(f"{name} is {list(tensor.shape)}, and the config wants {list(wanted)}")
+
+
+def _checked(name: str, tensor: Tensor, wanted: torch.Size) -> Tensor:
+    _check_shape(name, tensor, wanted)
+    return tensor
