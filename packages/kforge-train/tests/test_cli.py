@@ -145,7 +145,11 @@ def test_schedule_prints_rates_and_draws_them(tmp_path: Path, capsys: pytest.Cap
     for warmup, rates in ((2561, ["0.25", "0.5", "0.75", "1"]), (2560, ["0.3333", "0.6667", "1", "1"])):
         batch = [*tokens, f"--optim.warmup_tokens={warmup}", "--data.batch_phases", growing]
         assert main(["schedule", *job, *batch]) == 0
-        assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:5]] == rates
+        lines = capsys.readouterr().out.splitlines()[1:5]
+        assert [line.split()[1] for line in lines] == rates
+        assert [line.split()[-1] for line in lines] == ["1", "1", "3", "2"]
+    assert main(["schedule", *job, "--train.steps=1000", "--data.batch_phases", growing]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:5]] == ["0", "2", "3", "100"]
     groups = '[{"name": "slow", "match": "^layers.0", "lr_scale": 0.5, "schedule": "constant"}]'
     assert main(["schedule", *job, "--optim.groups", groups, "--optim.momentum_phases", '[{"from": 0.9}]']) == 0
     first, *lines = capsys.readouterr().out.splitlines()

@@ -142,7 +142,7 @@ def _schedule(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
             from kforge_train.build import groups_of  # wants the names of parameters, and so torch
 
             groups = groups_of(config)
-        sys.stdout.write(show.rates(optim_config(config), config.train.steps, groups))
+        sys.stdout.write(show.rates(config, groups))
         if args.out is not None:
             try:
                 plot(optim_config(config), config.train.steps, args.out, groups)
