@@ -179,7 +179,7 @@ ERRORS = {
     "parallel.async_tp": (True, "works on CUDA only"),
     "parallel.cpu_offload": (True, "works on CUDA only"),
     "parallel.cp": (2, "cannot be divided"),
-    "parallel.pp": (2, "not available"),
+    "parallel.pp": (2, "cannot be divided"),
     "parallel.ep": (2, "expert parallelism is laid over dp_shard, cp and tp, and each of them is 1"),
     "parallel.device": ("cuda", "sees no CUDA device"),
     "data.train": ("nowhere", "no such folder"),
@@ -192,6 +192,10 @@ ELSEWHERE = {
     "parallel.build_timeout_s": "test_time_outs_reach_the_group",
     "parallel.sequence_parallel": "test_sequence_parallel_cuts_rows",
     "parallel.cp_style": "test_cp_style_chooses_the_tokens_of_a_rank_and_the_core",
+    **dict.fromkeys(
+        ["parallel.pp_schedule", "parallel.pp_stages", "parallel.pp_split", "parallel.pp_layers"],
+        "test_blocks_are_dealt_to_stages_as_told",
+    ),
     "resilience.nonfinite": "test_abort_ends_all_ranks_with_its_own_code (test_signals.py)",
     "resilience.max_skipped_in_a_row": "test_too_many_skipped_steps_end_the_run",
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
@@ -443,6 +447,33 @@ def test_cp_style_chooses_the_tokens_of_a_rank_and_the_core(tokens, tmp_path):
     assert found["allgather"] == ([*range(8), *range(24, 32)], "AllGatherCore")
     assert found["ulysses"] == ([*range(16)], "UlyssesCore")
     assert found["ring"] == (found["allgather"][0], "RingCore")
+
+
+def blocks_of_stages(rank, world, config):
+    from kforge_train.build import build
+
+    with build(config) as parts:
+        parts.engine.forward_backward(parts.loader.next(), 1.0)
+        return [sorted(map(int, call.stage.layers)) for call in parts.engine.pipeline.stages.calls]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [[[0, 1, 2]], [[3, 4, 5]]]),
+        ({"pp_schedule": "zbv"}, [[[0, 1], [5]], [[2, 3], [4]]]),
+        ({"pp_schedule": "interleaved_1f1b"}, [[[0, 1], [4]], [[2, 3], [5]]]),
+        ({"pp_schedule": "interleaved_1f1b", "pp_stages": 3}, [[[0], [2], [4]], [[1], [3], [5]]]),
+        ({"pp_split": "cost"}, [[[0, 1, 2, 3]], [[4, 5]]]),
+        ({"pp_layers": (1, 5)}, [[[0]], [[1, 2, 3, 4, 5]]]),
+    ],
+    ids=str,
+)
+def test_blocks_are_dealt_to_stages_as_told(tokens, tmp_path, options, expected):
+    options = {f"parallel__{name}": value for name, value in options.items()}
+    shape = {"model__n_layers": 6, "model__vocab_size": 400, "data__microbatch_rows": 2}  # the head costs two blocks
+    config = base_job(tokens, tmp_path, parallel__pp=2, parallel__dp_shard=1, **shape, **options)
+    assert run_ranks(blocks_of_stages, 2, config, init=False) == expected
 
 
 def all_bad(rank, world, config):

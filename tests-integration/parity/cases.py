@@ -12,9 +12,15 @@ VOCAB = 64
 ROWS, TOKENS = 12, 16  # of a global batch: 4 data ranks with 3 microbatches have a row each
 STEPS = 3
 SILENT_ROW = 5  # nothing in it is scored
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 LIMIT_S = 240  # of one start of processes; the longest takes a tenth of it on two idle cores
 
 ULYSSES, RING = {"cp_style": "ulysses"}, {"cp_style": "ring"}
+LOOP = {"pp_schedule": "interleaved_1f1b"}
+ZERO = {"pp_schedule": "interleaved_zero_bubble"}
+ZBV = {"pp_schedule": "zbv"}
+DUAL = {"pp_schedule": "dualpipev"}
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "shard2": {"dp_shard": 2},
@@ -74,6 +80,71 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "rep2-cp2-tp2-ep4": {"dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4},
     "shard2-cp2-tp2-ep4": {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4, **RING},
     "rep2-shard2-cp2-tp2-ep4": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
+    "pp2": {"pp": 2},
+    "pp2-gpipe": {"pp": 2, "pp_schedule": "gpipe"},
+    "pp2-loop": {"pp": 2, **LOOP},
+    "pp2-loop4": {"pp": 2, **LOOP, "pp_stages": 4, "pp_split": "cost"},
+    "pp2-zero": {"pp": 2, **ZERO},
+    "pp2-zero4": {"pp": 2, **ZERO, "pp_stages": 4},
+    "pp2-zbv": {"pp": 2, **ZBV},
+    "pp2-dual": {"pp": 2, **DUAL},
+    "pp3-layers": {"pp": 3, "pp_layers": (1, 3, 1)},
+    "pp4": {"pp": 4, "pp_split": "cost"},
+    "pp4-zbv": {"pp": 4, **ZBV},
+    "rep2-pp2": {"dp_replicate": 2, "pp": 2},
+    "rep2-pp2-loop": {"dp_replicate": 2, "pp": 2, **LOOP},
+    "shard2-pp2": {"dp_shard": 2, "pp": 2},
+    "shard2-pp2-loop": {"dp_shard": 2, "pp": 2, **LOOP},
+    "shard2-pp2-zero": {"dp_shard": 2, "pp": 2, **ZERO},
+    "shard2-pp2-zero4": {"dp_shard": 2, "pp": 2, **ZERO, "pp_stages": 4},
+    "shard2-pp2-zbv": {"dp_shard": 2, "pp": 2, **ZBV},
+    "shard2-pp2-dual": {"dp_shard": 2, "pp": 2, **DUAL},
+    "tp2-pp2": {"tp": 2, "pp": 2},
+    "tp2-pp2-loop": {"tp": 2, "pp": 2, **LOOP},
+    "tp2-pp2-whole": {"tp": 2, "pp": 2, "sequence_parallel": False},
+    "rep2-shard2-pp2": {"dp_replicate": 2, "dp_shard": 2, "pp": 2},
+    "rep2-shard2-pp2-loop": {"dp_replicate": 2, "dp_shard": 2, "pp": 2, **LOOP},
+    "rep2-tp2-pp2": {"dp_replicate": 2, "tp": 2, "pp": 2},
+    "rep2-tp2-pp2-loop": {"dp_replicate": 2, "tp": 2, "pp": 2, **LOOP},
+    "shard2-tp2-pp2": {"dp_shard": 2, "tp": 2, "pp": 2},
+    "shard2-tp2-pp2-loop": {"dp_shard": 2, "tp": 2, "pp": 2, **LOOP},
+    "shard2-tp2-pp2-zero": {"dp_shard": 2, "tp": 2, "pp": 2, **ZERO},
+    "shard2-tp2-pp2-zbv": {"dp_shard": 2, "tp": 2, "pp": 2, **ZBV},
+    "shard2-tp2-pp2-dual": {"dp_shard": 2, "tp": 2, "pp": 2, **DUAL},
+    "rep2-shard2-tp2-pp2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "pp": 2},
+    "shard2-ep2-pp2": {"dp_shard": 2, "ep": 2, "pp": 2},
+    "shard2-ep2-pp2-loop": {"dp_shard": 2, "ep": 2, "pp": 2, **LOOP},
+    "shard2-ep2-pp2-zero": {"dp_shard": 2, "ep": 2, "pp": 2, **ZERO},
+    "tp2-ep2-pp2": {"tp": 2, "ep": 2, "pp": 2},
+    "tp2-ep2-pp2-loop": {"tp": 2, "ep": 2, "pp": 2, **LOOP},
+    "rep2-shard2-ep2-pp2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "pp": 2},
+    "rep2-tp2-ep2-pp2": {"dp_replicate": 2, "tp": 2, "ep": 2, "pp": 2},
+    "shard2-tp2-ep2-pp2": {"dp_shard": 2, "tp": 2, "ep": 2, "pp": 2},
+    "shard2-tp2-ep4-pp2-loop": {"dp_shard": 2, "tp": 2, "ep": 4, "pp": 2, **LOOP},
+    "shard2-tp2-ep4-pp2-zbv": {"dp_shard": 2, "tp": 2, "ep": 4, "pp": 2, **ZBV},
+    "rep2-shard2-tp2-ep4-pp2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 4, "pp": 2},
+    "cp2-pp2": {"cp": 2, "pp": 2},
+    "cp2-pp2-loop": {"cp": 2, "pp": 2, **LOOP, **ULYSSES},
+    "cp2-pp2-zbv": {"cp": 2, "pp": 2, **ZBV},
+    "rep2-cp2-pp2": {"dp_replicate": 2, "cp": 2, "pp": 2},
+    "rep2-cp2-pp2-loop": {"dp_replicate": 2, "cp": 2, "pp": 2, **LOOP, **ULYSSES},
+    "shard2-cp2-pp2": {"dp_shard": 2, "cp": 2, "pp": 2, **ULYSSES},
+    "shard2-cp2-pp2-loop": {"dp_shard": 2, "cp": 2, "pp": 2, **LOOP},
+    "cp2-tp2-pp2": {"cp": 2, "tp": 2, "pp": 2},
+    "cp2-tp2-pp2-loop": {"cp": 2, "tp": 2, "pp": 2, **LOOP, **ULYSSES},
+    "rep2-shard2-cp2-pp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "pp": 2},
+    "rep2-cp2-tp2-pp2": {"dp_replicate": 2, "cp": 2, "tp": 2, "pp": 2},
+    "shard2-cp2-tp2-pp2": {"dp_shard": 2, "cp": 2, "tp": 2, "pp": 2},
+    "shard2-cp2-tp2-pp2-loop": {"dp_shard": 2, "cp": 2, "tp": 2, "pp": 2, **LOOP, **ULYSSES},
+    "rep2-shard2-cp2-tp2-pp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "pp": 2},
+    "cp2-ep2-pp2": {"cp": 2, "ep": 2, "pp": 2},
+    "shard2-cp2-ep4-pp2-loop": {"dp_shard": 2, "cp": 2, "ep": 4, "pp": 2, **LOOP},
+    "rep2-cp2-ep2-pp2": {"dp_replicate": 2, "cp": 2, "ep": 2, "pp": 2},
+    "cp2-tp2-ep4-pp2": {"cp": 2, "tp": 2, "ep": 4, "pp": 2},
+    "rep2-shard2-cp2-ep2-pp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "ep": 2, "pp": 2},
+    "rep2-cp2-tp2-ep4-pp2": {"dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4, "pp": 2},
+    "shard2-cp2-tp2-ep4-pp2": {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4, "pp": 2},
+    "rep2-shard2-cp2-tp2-ep8-pp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 8, "pp": 2},
 }
 """Name -> fields of ParallelConfig; axes that are not named are 1."""
 
@@ -128,6 +199,17 @@ EXPERTS: dict[str, dict[str, Any]] = {
 """More of them, with experts."""
 MODELS |= EXPERTS
 
+DEEP: dict[str, dict[str, Any]] = {
+    "deep": {"n_layers": 5},
+    "deep-tied": {"n_layers": 5, "tie_embeddings": True, "qk_norm": "per_head"},
+    "deep8-tied": {"n_layers": 8, "tie_embeddings": True},
+    "deep-further": {"n_layers": 5, "mtp_depth": 2, "mtp_weight": 0.5},
+    "deep-further-tied": {"n_layers": 5, "mtp_depth": 2, "mtp_weight": 0.5, "tie_embeddings": True},
+    "deep-experts": {**EXPERTS["experts-bias"], "n_layers": 5, "tie_embeddings": True, "router_z_loss": 0.2},
+}
+"""And with blocks for several stages, not always as many for each."""
+MODELS |= DEEP
+
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "dim": 16,
@@ -152,6 +234,8 @@ class Variant:
     precision: str = "fp64"
     rows: int = ROWS
     """Rows of the global batch."""
+    microbatch: int | None = None
+    """Rows of a microbatch; None: as many as make ``accumulate`` of them."""
 
     @property
     def reference(self) -> str:
@@ -171,6 +255,10 @@ VARIANTS: dict[str, Variant] = {
     "plain-3-full": Variant(packed=False, accumulate=3, parallel=FULL),
     "fp32": Variant(precision="fp32"),
     "compiled": Variant(parallel={"compile": True}),
+    "packed-6": Variant(accumulate=6),
+    "fp32-3": Variant(accumulate=3, precision="fp32"),
+    "compiled-3": Variant(accumulate=3, parallel={"compile": True}),
+    "uneven": Variant(microbatch=5),  # the last microbatch of a step has fewer rows
     "kept": Variant(accumulate=3, parallel={"reshard_after_forward": False, "prefetch": 1}),
     "each": Variant(accumulate=3, parallel={"accumulate": "sharded"}),
     "wide-3-full": Variant(accumulate=3, parallel=FULL, rows=2 * ROWS),  # for 8 data ranks
@@ -179,7 +267,7 @@ EXACT = tuple(name for name in VARIANTS if name.startswith(("packed", "plain")))
 HALF = ("packed", "packed-3-full", "plain-3", "plain-full")  # every pair of choices
 SOME = ("packed-3-full", "plain")
 
-OPTIONS = tuple(name for name in list(MODELS)[4:] if name not in EXPERTS)
+OPTIONS = tuple(name for name in list(MODELS)[4:] if name not in EXPERTS and name not in DEEP)
 """What a dense model can be beside Llama's shape: each under shards, under tensor parallelism, and under both."""
 
 OF_EXPERTS = ("packed-3", "packed-3-full", "plain")
@@ -190,8 +278,64 @@ PLAIN_CORES = tuple(name for name in OPTIONS if name not in ("soft-caps", "sinks
 """What allgather and ring compute by themselves; the others have soft-caps or sinks, which ulysses leaves to the model,
 or further tokens, which are refused."""
 
+IN_STAGES = ("packed-3", "packed-3-full", "plain-3")
+PAIRS = ("rep2-pp2", "shard2-pp2", "tp2-pp2")
+TRIPLES = ("rep2-shard2-pp2", "rep2-tp2-pp2", "shard2-tp2-pp2")
+SPLIT = ("packed-6", "packed-3", "plain-3")
+"""For schedules that split the backward: no recomputation."""
+
 # Every class of layouts has one that goes through all pairs of choices or all choices; the others of a class differ
 # in size, or in what lies between the products. The longest come first, so that processes side by side end together.
+STAGES: list[tuple[str, str, tuple[str, ...]]] = [
+    ("rep2-shard2-cp2-tp2-pp2", "deep-tied", ("packed-3-full",)),
+    ("rep2-shard2-cp2-tp2-ep8-pp2", "deep-experts", ("packed-3-full",)),
+    *((axes + "cp2-tp2-pp2", "deep-tied", ("packed-3-full",)) for axes in ("rep2-", "shard2-")),
+    *((axes + "cp2-tp2-ep4-pp2", "deep-experts", ("packed-3-full",)) for axes in ("rep2-", "shard2-")),
+    ("rep2-shard2-cp2-pp2", "deep", ("packed-3-full",)),
+    ("rep2-shard2-cp2-ep2-pp2", "deep-experts", ("packed-3-full",)),
+    ("shard2-cp2-tp2-pp2-loop", "deep-tied", ("packed-3", "plain-3")),
+    *((layout, "deep-experts", ("packed-3", "plain-3")) for layout in ("cp2-tp2-ep4-pp2", "rep2-cp2-ep2-pp2")),
+    *((layout, "deep-experts", IN_STAGES) for layout in ("shard2-cp2-ep4-pp2-loop", "cp2-ep2-pp2")),
+    *((axes + "cp2-pp2" + how, "deep-tied", IN_STAGES) for how in ("", "-loop") for axes in ("rep2-", "shard2-", "")),
+    *(("cp2-tp2-pp2" + how, "deep-tied", IN_STAGES) for how in ("", "-loop")),
+    ("cp2-pp2-zbv", "deep-tied", SPLIT),
+    ("rep2-shard2-tp2-pp2", "deep-tied", ("packed-3-full",)),
+    ("rep2-shard2-tp2-ep4-pp2", "deep-experts", ("packed-3-full",)),
+    *((layout, "deep-experts", IN_STAGES) for layout in ("shard2-tp2-ep2-pp2", "shard2-tp2-ep4-pp2-loop")),
+    *((layout, "deep-experts", ("packed-3-full",)) for layout in ("rep2-shard2-ep2-pp2", "rep2-tp2-ep2-pp2")),
+    *(("shard2-tp2-pp2-" + how, "deep-tied", SPLIT) for how in ("zero", "zbv")),
+    ("shard2-tp2-pp2-dual", "deep-tied", ("packed-6",)),
+    *(("shard2-tp2-pp2-" + how, "deep-experts", ("packed-6",)) for how in ("zero", "zbv", "dual")),
+    ("shard2-tp2-ep4-pp2-zbv", "deep-experts", ("packed-3", "plain-3")),
+    *((axes + how, "deep-tied", IN_STAGES) for how in ("", "-loop") for axes in TRIPLES),
+    *((axes + how, "deep-experts", IN_STAGES) for how in ("", "-loop") for axes in ("shard2-ep2-pp2", "tp2-ep2-pp2")),
+    ("shard2-ep2-pp2-zero", "deep-experts", ("packed-3",)),
+    *((axes + how, "deep-tied", IN_STAGES) for how in ("", "-loop") for axes in PAIRS),
+    *((axes + how, "deep", ("packed-3-full",)) for how in ("", "-loop") for axes in PAIRS),
+    ("tp2-pp2-whole", "deep-tied", ("packed-3-full", "plain-3")),
+    *(("shard2-pp2-" + how, "deep-tied", SPLIT) for how in ("zero", "zbv")),
+    ("shard2-pp2-dual", "deep-tied", ("packed-6",)),
+    *(("shard2-pp2-" + how, "deep-experts", ("packed-6",)) for how in ("zero", "zbv", "dual")),
+    ("shard2-pp2-zero4", "deep8-tied", ("packed-3",)),
+    ("shard2-pp2", "deep-tied", ("kept", "uneven", "compiled-3")),
+    *(("shard2-pp2", model, ("packed-3",)) for model in ("deep-further", "deep-further-tied", "deep-experts")),
+    *(("pp4" + how, "deep8-tied", ("packed-6",)) for how in ("", "-zbv")),
+    ("pp3-layers", "deep-tied", ("packed-3", "uneven")),
+    ("pp2", "deep-tied", (*IN_STAGES, "uneven", "compiled-3")),
+    ("pp2-gpipe", "deep-tied", ("packed", "packed-3-full", "plain-3", "uneven")),
+    ("pp2-loop", "deep-tied", (*IN_STAGES, "packed", "packed-6", "uneven", "compiled-3")),
+    ("pp2-zero", "deep-tied", (*SPLIT, "packed", "uneven", "compiled-3")),
+    ("pp2-zbv", "deep-tied", (*SPLIT, "packed", "uneven", "compiled-3")),
+    ("pp2-dual", "deep-tied", ("packed-6",)),
+    *((layout, "deep8-tied", ("packed-3",)) for layout in ("pp2-loop4", "pp2-zero4")),
+    *(("pp2-" + how, "deep", ("packed-3",)) for how in ("loop", "zero", "zbv")),
+    *(("pp2-" + how, model, ("packed-3",)) for how in ("zero", "zbv") for model in ("deep-experts",)),
+    *((layout, model, ("packed-3",)) for layout in ("pp2", "pp2-loop") for model in (*DEEP,) if model != "deep8-tied"),
+    *((layout, "untied", ("fp32-3",)) for layout in ("pp2", "shard2-pp2")),
+    *(("pp2", model, ("packed-3-full",)) for model in (*OPTIONS, *EXPERTS)),
+]
+"""Those of a pipeline."""
+
 TABLE: list[tuple[str, str, tuple[str, ...]]] = [
     ("rep2-shard2-cp2-tp2-ep4", "experts-bias", ("packed-3-full",)),
     ("rep2-shard2-cp2-tp2", "untied", SOME),
@@ -235,6 +379,7 @@ TABLE: list[tuple[str, str, tuple[str, ...]]] = [
     *((layout, model, ("packed-3-full",)) for model in OPTIONS for layout in ("shard2-tp2", "shard2")),
     *((layout, model, ("plain",)) for model in OPTIONS for layout in ("tp2", "tp2-whole")),
     *(("tp4", model, ("packed",)) for model in ("sandwich", "biases", "sinks", "post")),
+    *STAGES,
     *(("tp2", model, ("compiled",)) for model in ("latent-q", "windows", "sinks", "soft-caps")),
 ]
 """(layout, model, variants): each line is one start of processes, which run its variants one after the other."""
@@ -242,7 +387,7 @@ TABLE: list[tuple[str, str, tuple[str, ...]]] = [
 
 def axes_of(layout: str) -> dict[str, int]:
     """The sizes of a layout's axes, those of 1 left out."""
-    return {name: size for name, size in LAYOUTS[layout].items() if type(size) is int and size > 1}
+    return {name: size for name, size in LAYOUTS[layout].items() if name in AXES and size > 1}
 
 
 def world_of(layout: str) -> int:

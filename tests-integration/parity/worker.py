@@ -19,7 +19,7 @@ from kforge_parallel import ParallelConfig, launch, parallelize
 from kforge_parallel.fsdp import full
 from kforge_parallel.testing import LIMITS, Trajectory, differences
 from kforge_train.balance import update_balance
-from kforge_train.engine import PlainEngine, rows_of
+from kforge_train.engine import build_engine, rows_of
 from kforge_train.evaluate import evaluate
 
 SEED = 3
@@ -80,7 +80,7 @@ def window(step, variant, data_rank, data_size):
     """The microbatches of one data rank."""
     count = variant.rows // data_size
     mine = rows(step, variant.packed, variant.rows)[data_rank * count :][:count]
-    size = len(mine) // variant.accumulate
+    size = variant.microbatch or len(mine) // variant.accumulate
     return [microbatch(mine[i : i + size], variant.packed) for i in range(0, len(mine), size)]
 
 
@@ -124,24 +124,40 @@ def train_variant(layout, model, variant, mesh, heldout):
     """Three clipped steps and an evaluation, by the parts that a job consists of."""
     spread = build(layout, model, variant, mesh)
     config = optim_config(variant.precision)
-    optimizer = build_optimizer(spread, config, STEPS)
-    engine = PlainEngine(spread, mesh, reduce_each=parallel_config(layout, variant).accumulate == "sharded")
+    with torch.device("meta"):
+        whole = Transformer(model_config(model))
+    optimizer = build_optimizer(spread, config, STEPS, whole=whole)
+    engine = build_engine(spread, mesh, reduce_each=parallel_config(layout, variant).accumulate == "sharded")
     seen = Trajectory()
     for step in range(STEPS):
         batches = window(step, variant, mesh.data_rank, mesh.data_size)
         loss = engine.forward_backward(batches, 1.0 / engine.scored_tokens(batches))
-        seen.gradients.append({n: full(p.grad) for n, p in spread.named_parameters() if p.grad is not None})
-        norm = clip.total_norm(spread)
+        gradients = {n: full(p.grad) for n, p in spread.named_parameters() if p.grad is not None}
+        seen.gradients.append(of_all_stages(gradients, mesh))
+        norm, _ = clip.total_norm(spread, stages=mesh.pp_size, stages_holding=engine.copies, also=optimizer.groups)
         optimizer.step(scale=clip.clip_factor(norm, config.clip_norm))
         optimizer.zero_grad()
         update_balance(spread, mesh, torch.ones(()), step, STEPS)
         torch.distributed.all_reduce(loss)
         seen.losses.append(loss.item())
         seen.norms.append(norm.item())
-    seen.weights = weights_of(spread)
+    seen.weights = of_all_stages(weights_of(spread), mesh)
     source = TokenShards(heldout)
     seen.evaluation = evaluate(spread, source, data_config(variant.packed), mesh, EVALUATION_ROWS)["loss"]
     return seen
+
+
+def of_all_stages(tensors, mesh):
+    """What the stages of a pipeline have together. Copies on several of them must be the same bits."""
+    if mesh.pp_size == 1:
+        return tensors
+    everyone = [None] * mesh.pp_size
+    torch.distributed.all_gather_object(everyone, tensors, group=mesh.pp.get_group())
+    together = {}
+    for theirs in everyone:
+        for name, tensor in theirs.items():
+            assert torch.equal(together.setdefault(name, tensor), tensor), f"copies of {name} differ"
+    return together
 
 
 def compare_variants(rank, world, layout, model, names, folder, fault=None):
@@ -192,7 +208,7 @@ def train_plain(model, variant, heldout):
     optimizer = build_optimizer(plain, optim_config(variant.precision), STEPS)
     seen = Trajectory()
     for step in range(STEPS):
-        (batch,) = window(step, replace(variant, accumulate=1), 0, 1)
+        (batch,) = window(step, replace(variant, accumulate=1, microbatch=None), 0, 1)
         count = (batch["labels"] != -100).sum()
         loss_of(plain, batch, 1 / count.double()).backward()
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,12 @@ def stages(rank: int, world: int, folder: str) -> tuple[dict[str, Any], str]:
     ckpt = Checkpointer(folder)
     ckpt.save(1, {"optim": mine(1.0)})
     box = mine(0.0)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kforge_ckpt").addHandler(handler)
     ckpt.restore({"optim": box})
+    assert not any("left there" in line for line in lines)  # another stage takes what this one does not
     for name, entry in box.values["state"].items():
         assert entry["m"].equal(torch.full((2,), float(entry["seen"]))) and str(entry["seen"]) in name
     lost = mine(0.0)

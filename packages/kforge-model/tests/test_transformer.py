@@ -587,6 +587,65 @@ def test_stages_compose_to_the_model_under_the_same_names() -> None:
         parts[1].stage(first=True, layers=[1], last=False)
 
 
+@pytest.mark.parametrize("name", ["tied", "further", "further-tied", "experts-losses"])
+def test_gradients_of_stages_add_up_to_those_of_the_model(name: str) -> None:
+    changes = OPTIONS["further"] if name == "further-tied" else OPTIONS[name]
+    model = make(ModelConfig(**{**SIZES, **changes, "tie_embeddings": "tied" in name}))
+    ids, labels = torch.randint(53, (2, 2, 16))
+    rows = Rows.packed([[4, 12], [16]])
+    loss, nll = model(ids, rows, labels, 0.1)
+    loss.backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    first, last = model.stage(True, [0], False), model.stage(False, [1, 2], True)
+    names = [{name for name, _ in part.named_parameters()} for part in (first, last)]
+    assert names[0] | names[1] == want.keys()
+    assert names[0] & names[1] == ({"embed.weight"} if name != "experts-losses" else set())
+    assert last.tied == model.tied and last.fsdp_units()[-1][-1] == "head"
+    h = first(ids, rows, labels=labels, scale=0.1)
+    got, nll_of_stages = last(h, rows, labels=labels, scale=0.1, ids=ids)
+    assert torch.equal(nll_of_stages, nll) and got.item() == pytest.approx(loss.item(), rel=1e-13)
+    got.backward()
+    for key, grad in want.items():
+        assert grad is not None
+        found = [part.get_parameter(key).grad for part, own in zip((first, last), names, strict=True) if key in own]
+        total = torch.stack([one for one in found if one is not None]).sum(0)
+        assert (total - grad).abs().max() <= 1e-12 * grad.abs().max(), key
+
+
+def test_a_stage_that_embeds_further_tokens_wants_the_ids() -> None:
+    last = make(config_of("further")).stage(False, [2], True)
+    h, labels = torch.randn(1, 4, 24, dtype=torch.float64), torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"this stage embeds further tokens \(mtp_depth\); pass the token ids"):
+        last(h, labels=labels, scale=1.0)
+    last.eval()
+    assert last(h, labels=labels, scale=1.0)[1].shape == (1, 4)
+
+
+def test_hidden_states_of_a_stage_may_be_a_part_of_each_row() -> None:
+    middle = make().stage(False, [1], False)
+    rows, h = Rows.plain(2, 16), torch.randn(2, 8, 24, dtype=torch.float64)
+    assert middle._fits((2, 16), (2, 8)) and not middle._fits((2, 12), (2, 8)) and not middle._fits((1, 16), (2, 8))
+    with pytest.raises(ValueError, match=r"rows of shape \(2, 16\) do not fit an input of \(2, 8\)"):
+        make()(torch.ones(2, 8, dtype=torch.int64), rows)
+    with pytest.raises(ValueError, match=r"rows of shape \(2, 16\) do not fit an input of \(2, 7\)"):
+        middle(h[:, :7], rows)
+
+
+def test_stages_may_be_cut_by_what_their_blocks_cost() -> None:
+    blocks, last = make().stage_costs()
+    model = make()
+    assert blocks == [sum(p.numel() for p in model.layers[key].parameters()) for key in model.layers]
+    assert last == 53 * 24
+    config = config_of("experts", moe_pattern="DMD", moe_top_k=2)
+    blocks, last = Transformer(config).stage_costs()
+    every = num_parameters(ModelConfig(**SIZES, n_experts=6, expert_dim=12, moe_top_k=2), active=True)
+    assert every is not None
+    assert blocks == [blocks[0], (every - 2 * 53 * 24 - 24) / 3, blocks[0]]  # two experts of six
+    further, last = make(config_of("further")).stage_costs()
+    assert last == 3 * 53 * 24 + 2 * further[0]
+
+
 def test_stages_start_from_the_same_bits() -> None:
     for config in (CONFIG, TIED):
         whole = Transformer(config)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kforge_optim import Group, GroupRule, OptimConfig, Optimizer, build_groups, build_optimizer, groups_table
+from kforge_optim import Group, GroupRule, OptimConfig, Optimizer, build_groups, build_optimizer, clip, groups_table
 from kforge_testing import run_ranks
 
 
@@ -461,3 +461,31 @@ def test_scales_of_rates_by_parameter() -> None:
         build_optimizer(tiny(), OptimConfig(), 10, lr_scales={"nowhere": 1.0})
     with pytest.raises(ValueError, match=r"rate of 'head.weight' cannot be scaled by 0.0; use a factor above 0"):
         build_optimizer(tiny(), OptimConfig(), 10, lr_scales={"head.weight": 0.0})
+
+
+def test_a_stage_has_the_groups_of_the_whole_model() -> None:
+    whole, rules = Mixture(), OptimConfig(groups=(GroupRule(name="slow", match="^mlp", lr_scale=0.1),))
+    stage = nn.Module()
+    stage.layers = whole.layers
+    scales = {"lm_head.weight": 0.5, "layers.0.attn.wq.weight": 0.5}
+    with torch.device("meta"):
+        meta = Mixture()
+    found = build_optimizer(stage, rules, 4, lr_scales=scales, whole=meta)
+    every = build_optimizer(whole, rules, 4, lr_scales=scales)
+    assert [(group.name, group.lr, group.weight_decay) for group in found.groups] == [
+        (group.name, group.lr, group.weight_decay) for group in every.groups
+    ]
+    own = dict(stage.named_parameters())
+    assert {name for group in found.groups for name in group.parameters} == own.keys()
+    assert all(parameter is own[name] for group in found.groups for name, parameter in group.parameters.items())
+    assert {"embeddings", "head"} <= {group.name.split(" ")[0] for group in found.groups if not group.parameters}
+    assert "slow" in found.groups_table()
+    for parameter in own.values():
+        parameter.grad = torch.ones_like(parameter)
+    found.step()
+    total, norms = clip.total_norm(stage, also=found.groups)
+    assert norms.keys() == {group.name for group in every.groups}
+    assert total.item() == pytest.approx(sum(norm.item() ** 2 for norm in norms.values()) ** 0.5)
+    stage.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"the stage has parameters \['extra.bias', 'extra.weight'\], which the whole"):
+        build_optimizer(stage, rules, 4, whole=meta)

@@ -20,7 +20,6 @@ def test_the_picture_shows_groups_and_hosts(capsys):
     assert "0 2 4 6    no" in lines["dp_shard (FSDP)"]
     assert "0 8        all" in lines["dp_replicate"]
     assert "warning" not in shown
-    assert "not trained" not in shown
 
 
 def test_the_picture_of_the_readme_is_what_is_drawn(capsys):
@@ -37,18 +36,16 @@ def test_tp_over_hosts_is_marked_and_warned_of(capsys):
     assert "warning: 2 of 4 tp groups cross hosts" in shown
 
 
-def test_a_layout_to_come_is_drawn_and_said_to_be_refused(capsys):
+def test_stages_are_drawn_as_the_slowest_axis(capsys):
     assert main(["mesh", "--world", "8", "--pp", "2", "--tp", "2", "--ep", "4"]) == 0
     shown = capsys.readouterr().out
-    assert "ep [0 1 2 3]" in shown
-    assert "not trained by this version: pipeline parallelism is not available" in shown
+    assert "ep [0 1 2 3]" in shown and "pp 1" in shown
 
 
 def test_parts_of_rows_are_drawn_inside_of_what_shards(capsys):
     assert main(["mesh", "--world", "8", "--cp", "2", "--tp", "2", "--ep", "4"]) == 0
     shown = capsys.readouterr().out
     assert "dp_shard × cp (FSDP)" in shown and "cp 1" in shown
-    assert "not trained" not in shown
 
 
 def test_experts_have_a_picture_of_their_own(capsys):
@@ -56,7 +53,6 @@ def test_experts_have_a_picture_of_their_own(capsys):
     shown = capsys.readouterr().out
     assert "experts (expert_shard 2 × ep 4):" in shown
     assert "expert_shard 1  ep [4 5 6 7]" in shown
-    assert "not trained" not in shown
 
 
 def test_many_ranks_are_abbreviated(capsys):

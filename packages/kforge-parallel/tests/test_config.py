@@ -67,9 +67,28 @@ def test_a_value_of_another_kind_is_refused_with_what_to_use(field, value, says)
 
 def test_every_field_is_of_a_kind_that_is_checked():
     for field in dataclasses.fields(ParallelConfig):
-        with pytest.raises(ValueError, match=rf"parallel\.{field.name} = \(\)"):
-            ParallelConfig(**{field.name: ()})
+        wrong = 2 if field.name == "pp_layers" else ()
+        with pytest.raises(ValueError, match=rf"parallel\.{field.name} = {re.escape(str(wrong))}"):
+            ParallelConfig(**{field.name: wrong})
     assert ParallelConfig(init_timeout_s=60).init_timeout_s == 60  # a whole number is a number
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"pp_stages": 2}, "parallel.pp_stages = 2 cannot be with parallel.pp_schedule = 1f1b; only the interleaved"),
+        ({"pp_stages": 2, "pp_schedule": "zbv"}, "only the interleaved schedules take a number; use 0"),
+        ({"pp_stages": 1, "pp_schedule": "interleaved_1f1b"}, "parallel.pp_stages = 1 .* use 2 or more, or 0 for 2"),
+        ({"pp_stages": -1, "pp_schedule": "interleaved_zero_bubble"}, "parallel.pp_stages = -1"),
+        ({"pp_layers": (2, 0)}, r"parallel.pp_layers = \(2, 0\) must be whole numbers of at least 1"),
+        ({"pp_layers": (2, True)}, "must be whole numbers"),
+        ({"pp_layers": (2, 2), "pp_split": "cost"}, "parallel.pp_split = cost both deal blocks to stages; give one"),
+    ],
+    ids=str,
+)
+def test_a_pipeline_is_told_of_in_one_way(fields, says):
+    with pytest.raises(ValueError, match=says):
+        ParallelConfig(**fields)
 
 
 def test_split_storage_is_of_bf16_only():

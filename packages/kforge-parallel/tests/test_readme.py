@@ -14,7 +14,7 @@ from kforge_parallel.testing import compare
 from kforge_testing import run_ranks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
-FIRST, TOY, ATTENTION, HEAD, MIXTURE, ROW, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+FIRST, TOY, ATTENTION, HEAD, MIXTURE, ROW, STAGES, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def run(source, views="error"):
@@ -55,6 +55,19 @@ def test_the_toy_runs_over_two_and_four_processes_and_on_one():
     assert max(alone, *(loss for loss, _, _ in (*toy, *pair))) < 0.5  # the logarithm of 16 is 2.8
     assert toy[0][2].startswith("dp_shard 2 × tp 2 on cpu") and not any(printed for _, _, printed in toy[1:])
     assert TOY.count("\n") < 40
+
+
+def run_stages(rank, world):
+    scope, printed = run(STAGES, views="ignore")
+    return sorted(scope["model"].layers), [loss.item() for loss in scope["losses"]], printed
+
+
+def test_the_pipeline_learns_and_its_loss_is_at_the_end():
+    first, last = run_ranks(run_stages, 2, init=False)
+    assert (first[0], last[0]) == (["0", "1"], ["2", "3"])
+    assert first[1:] == ([], "")
+    assert sum(last[1]) < 0.5 and len(last[1]) == 4
+    assert last[2] == f"pp 2 on cpu (torchrun): loss {sum(last[1]):.2f}\n"
 
 
 def test_the_comparison_is_a_script_that_runs(tmp_path):

@@ -55,6 +55,30 @@ def test_replicas_that_differ_are_named_on_every_rank():
         assert message.startswith("ranks [3] hold other values than rank 0") and "(whole)" in message
 
 
+def stages(rank, world, odd):
+    """Two stages of two replicas each; `odd` holds one other value."""
+    from toy import Staged, fill
+
+    from kforge_parallel import ParallelConfig, check_replicas, launch, parallelize
+
+    mesh = launch(ParallelConfig(precision="fp32", pp=2, dp_replicate=2, dp_shard=1))
+    model = parallelize(Staged, mesh, init=fill, gradients="sum")
+    if rank == odd:
+        with torch.no_grad():
+            list(model.parameters())[-1].to_local().view(-1)[0] += 1e-3
+    try:
+        check_replicas(model)
+    except RuntimeError as error:
+        return str(error)
+    return "alike"
+
+
+def test_stages_hold_other_parameters_and_are_not_compared():
+    assert run_ranks(stages, 4, -1) == ["alike"] * 4
+    for message in run_ranks(stages, 4, 3):
+        assert message.startswith("ranks [3] hold other values than rank 2")
+
+
 class Biased(nn.Module):
     """A buffer that is trained beside the optimizer, and one that is a rank's own."""
 

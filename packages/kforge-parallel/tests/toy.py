@@ -1,5 +1,7 @@
 """A small model that exercises what parallelize must get right: blocks, a buffer, ties, float inputs."""
 
+import copy
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -79,3 +81,35 @@ def worst(a, b):
     """Largest difference over the tensors of two dicts, each relative to its tensor's maximum."""
     assert a.keys() == b.keys()
     return max(((a[k] - b[k]).abs().max() / b[k].abs().max()).item() for k in b)
+
+
+class Staged(Toy):
+    """A model that can be cut; a tied head's stage has a copy of the embedding, which holds a weight for both."""
+
+    def __init__(self, tied=False, blocks=5):
+        super().__init__(tied)
+        self.layers = nn.ModuleDict({str(i): Block(self.head.in_features) for i in range(blocks)})
+
+    def stage(self, first, layers, last):
+        part = nn.Module.__new__(Staged)
+        nn.Module.__init__(part)
+        part.tied = self.tied
+        part.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in layers})
+        part.embed = self.embed if first or (last and self.tied) else None
+        part.head = self.head if last else None
+        if last and not first and self.tied and self.shift is not None:
+            part.embed, part.head = copy.deepcopy(self.embed), copy.deepcopy(self.head)
+            part.head.weight = part.embed.weight
+        part.register_buffer("shift", self.shift if first else None)
+        return part
+
+    def fsdp_units(self):
+        found = [[name for name in unit if getattr(self, name) is not None] for unit in super().fsdp_units()]
+        return [unit for unit in found if unit]
+
+    def forward(self, x):
+        if self.shift is not None:
+            x = self.embed(x) + self.shift.to(self.embed.weight.dtype)
+        for block in self.layers.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)

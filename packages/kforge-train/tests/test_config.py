@@ -50,6 +50,7 @@ OTHER: dict[str, Any] = {
     "model.router_bias_schedule": "cosine",
     "model.expert_capacity": 1.5,
     "parallel.dp_shard": 2,
+    "parallel.pp_layers": [3, 5],
     "data.microbatch_rows": 4,
     "data.batch_phases": [{"steps": 7, "rows": 8}],
     "optim.name": "muon",
@@ -109,6 +110,7 @@ WITH: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["model.rope_factor", "model.rope_original_len", "model.rope_attn_factor"], YARN),
     **dict.fromkeys(["model.rope_low", "model.rope_high"], LLAMA3),
     "model.mtp_weight": {"model.mtp_depth": 1},
+    "parallel.pp_stages": {"parallel.pp_schedule": "interleaved_1f1b"},
 }
 # What can only change together with others.
 TOGETHER: dict[str, dict[str, Any]] = {"model.attention": LATENT}

@@ -444,7 +444,7 @@ class Checkpointer:
             plan.fill(ranks, what)
             ranks.all(f"{folder} was restored in part", lambda: plan.hand_over(ready))
         if ranks.rank == 0:
-            for line in fit.told(plan.stored, plan.wanted):
+            for line in fit.told(plan.stored, plan.wanted, plan.unclaimed):
                 logger.info("%s", line)
             self._tell("checkpoint_restored", step=step, seconds=time.perf_counter() - started, path=str(folder))
 

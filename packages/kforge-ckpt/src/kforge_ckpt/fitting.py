@@ -81,8 +81,11 @@ class Fit:
             return None
         return StoredTensor(stored.dtype, shape, tuple(chunks))
 
-    def told(self, stored: Mapping[str, StoredTensor], wanted: Mapping[str, Spec]) -> list[str]:
-        """What is filled with what, where it is not simply the same: lines for people."""
+    def told(
+        self, stored: Mapping[str, StoredTensor], wanted: Mapping[str, Spec], unclaimed: Iterable[str]
+    ) -> list[str]:
+        """What is filled with what, where it is not simply the same: lines for people. unclaimed: stored tensors that
+        no rank wants."""
         lines = []
         for name, (dtype, shape) in wanted.items():
             found = stored.get(name)
@@ -93,7 +96,7 @@ class Fit:
                 lines.append(f"{name} {list(shape)}: {how} {list(found.shape)}")
             elif found.dtype != dtype:
                 lines.append(f"{name}: {dtype} from {found.dtype}")
-        lines += [f"{name}: only in the checkpoint, left there" for name in sorted(stored.keys() - wanted.keys())]
+        lines += [f"{name}: only in the checkpoint, left there" for name in sorted(unclaimed)]
         return lines
 
 

@@ -124,6 +124,8 @@ class Plan:
         laid = {
             name: fit.laid(stored, self.wanted[name]) for name, stored in self.stored.items() if name in self.wanted
         }
+        self.unclaimed: set[str] = set()
+        """Saved tensors that no rank wants, once they have been compared."""
         self.laid = {name: stored for name, stored in laid.items() if stored is not None}
         self.reader = TensorReader(saved.folder, {**self.stored, **self.laid})
 
@@ -132,7 +134,7 @@ class Plan:
         wanted = self.wanted
         specs: dict[str, state.Spec] = {name: (stored.dtype, stored.shape) for name, stored in self.stored.items()}
         # A stage of a pipeline wants only its layers: too many are those that nobody wants.
-        unclaimed = set.intersection(*ranks.gather(specs.keys() - wanted.keys()))
+        unclaimed = self.unclaimed = set.intersection(*ranks.gather(specs.keys() - wanted.keys()))
         if self.fit.partial:
             wanted, unclaimed = {name: spec for name, spec in wanted.items() if name in specs}, set()
         specs |= {name: wanted[name] for name in self.laid}

@@ -59,21 +59,20 @@ class Transformer(nn.Module):
         self, config: ModelConfig, *, first: bool = True, layers: Iterable[int] | None = None, last: bool = True
     ) -> None:
         """The whole model, or the stage that has these ``layers`` (global indices; None: all), the embedding if
-        ``first``, and the final norm and head if ``last``."""
+        ``first``, and the final norm, the head and the further tokens if ``last``. A last stage that is not the first
+        has a copy of the embedding where its head is tied to it or further tokens are embedded there."""
         super().__init__()
         indices = list(range(config.n_layers) if layers is None else layers)
         if sorted(set(indices)) != indices or not set(indices) <= set(range(config.n_layers)):
             raise ValueError(f"layers = {indices} must rise within 0 .. {config.n_layers - 1}")
-        if config.mtp_depth and not (first and last):
-            raise ValueError(
-                f"model.mtp_depth = {config.mtp_depth} wants embedding and head in one place: the further tokens are "
-                "embedded at the end of the model. Keep it in one stage, or set mtp_depth to 0"
-            )
         self.config = config
+        self.first = first
+        """Whether ids come in, and not the hidden states of the stage before."""
         self._frequencies: dict[tuple[int | None, torch.device], tuple[Tensor, float]] = {}
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.embed = nn.Embedding(config.vocab_rows, config.dim) if first else None
+            embeds = first or (last and (config.tie_embeddings or config.mtp_depth > 0))
+            self.embed = nn.Embedding(config.vocab_rows, config.dim) if embeds else None
             self.layers = nn.ModuleDict({str(index): Block(config, index) for index in indices})
             self.norm = build_norm(config, config.dim) if last else None
             self.head = _head(config) if last else None
@@ -135,26 +134,45 @@ class Transformer(nn.Module):
     def stage(self, first: bool, layers: Iterable[int], last: bool) -> Transformer:
         """One pipeline stage: the same class, sharing this model's submodules, under the same global names.
 
-        ``first`` takes the embedding, ``last`` the final norm and the head. A tied model whose ends fall on different
-        stages keeps a copy at each: the head's is initialised under the embedding's name, so both start alike.
+        ``first`` takes the embedding, ``last`` the final norm and the head. Where both ends need the embedding's weight
+        (a tied head, further tokens) and are not in one part, the last has a copy of it, under the same name: values
+        start alike, and whoever trains the stages sums the gradients of the two. Raises ValueError for a part that is
+        not in this one.
         """
         with torch.device("meta"):
             part = type(self)(self.config, first=first, layers=layers, last=last)
+        copied = part.embed is not None and self.first and not first
         for name in ("embed", "norm", "head"):
-            if getattr(part, name) is not None:
-                if getattr(self, name) is None:
-                    raise ValueError(f"{name} is not in this stage, so no part of it can have it")
-                setattr(part, name, getattr(self, name))
+            own = getattr(self, name)
+            if getattr(part, name) is None:
+                continue
+            if own is None or (name == "embed" and first and not self.first):
+                raise ValueError(f"{name} is not in this stage, so no part of it can have it")
+            if name == "norm" or not copied or (name == "head" and not part.tied):
+                setattr(part, name, own)
         for key in part.layers:
             if key not in self.layers:
                 raise ValueError(f"layer {key} is not in this stage, which has {list(self.layers)}")
             part.layers[key] = self.layers[key]
         for key in part.mtp:
             part.mtp[key] = self.mtp[key]
-        if self.tied and not part.tied and part.head is not None and part.embed is None:
-            part.head = _head(self.config)
-            part.head.weight = nn.Parameter(self.head.weight.detach().clone())  # type: ignore[union-attr]
+        if copied:
+            assert part.embed is not None and self.embed is not None
+            part.embed.weight = nn.Parameter(self.embed.weight.detach().clone())
+            part.tie()
         return part
+
+    def stage_costs(self) -> tuple[list[float], float]:
+        """What a token costs in each block, and after the last one (head, further tokens): parameters that it meets,
+        as most FLOPs are 6 a parameter; attention's own products, which depend on the rows, are not in it."""
+        config = self.config
+        unmet = 1 - config.moe_top_k / max(1, config.n_experts)  # of the experts
+        costs = []
+        for block in self._blocks():
+            experts = () if block.moe is None else block.moe.experts.parameters()
+            costs.append(sum(p.numel() for p in block.parameters()) - unmet * sum(p.numel() for p in experts))
+        layers = len(self.layers)
+        return costs[:layers], sum(costs[layers:]) + (1 + config.mtp_depth) * config.vocab_rows * config.dim
 
     # ---------------------------------------------------------------------------------------- initial values
 
@@ -203,9 +221,7 @@ class Transformer(nn.Module):
             std *= math.sqrt(config.mup_base_dim / config.dim)
         if rule == "residual":
             std /= math.sqrt(2 * config.n_layers)
-        # A tied head's numbers are drawn under the embedding's name, on every stage.
-        drawn_as = "embed.weight" if config.tie_embeddings and name == "head.weight" else name
-        return init_normal_(tensor, seed, drawn_as, std, TRUNCATED_AT if config.init == "truncated_normal" else None)
+        return init_normal_(tensor, seed, name, std, TRUNCATED_AT if config.init == "truncated_normal" else None)
 
     def _rule_of(self, name: str) -> str | None:
         """How a parameter starts, by the table of the part that it is in; None: no table speaks of it."""
@@ -239,19 +255,20 @@ class Transformer(nn.Module):
         step, so that no bias moves, else 1. step and steps: which optimizer step, from 0, of how many, for
         router_bias_schedule. Returns `balance_stats` of what was counted. Never waits for the device.
         """
-        mixtures = self._mixtures()
-        if not mixtures:
+        layers = self._mixed_layers()
+        if not layers:
             return {}
-        totals = self._counted(mixtures, reduce)
-        if self.config.router_bias:
+        totals, biases = self._counted(layers, reduce)
+        if biases is not None:
             moves = bias_step(totals[:, : self.config.n_experts]) * bias_rate(self.config, step, steps)
             if gate is not None:
                 moves = moves * gate
-            for moe, move in zip(mixtures, moves, strict=True):
-                moe.router.bias.add_(move)  # type: ignore[union-attr, operator]
-        for moe in mixtures:
+            biases = biases + moves.to(biases)
+            for moe in self._mixtures():
+                moe.router.bias.add_(moves[layers.index(moe.layer)])  # type: ignore[union-attr, operator]
+        for moe in self._mixtures():
             moe.tally.clear()
-        return self._stats(mixtures, totals)
+        return self._stats(layers, totals, biases)
 
     @torch.no_grad()
     def balance_stats(self, reduce: Reduce | None = None) -> dict[str, Tensor]:
@@ -263,26 +280,42 @@ class Transformer(nn.Module):
         share of slots; and with router_bias "bias_range", greatest less least. "moe/balance_loss" is the mean over
         layers and tokens of Σ f P, 1 where all is even. reduce: as of `update_balance`, called once.
         """
-        mixtures = self._mixtures()
-        return self._stats(mixtures, self._counted(mixtures, reduce)) if mixtures else {}
+        layers = self._mixed_layers()
+        return self._stats(layers, *self._counted(layers, reduce)) if layers else {}
 
-    def _stats(self, mixtures: Iterable[MoE], totals: Tensor) -> dict[str, Tensor]:
-        """`balance_stats` from the sums of all ranks."""
+    def _stats(self, layers: list[int], totals: Tensor, biases: Tensor | None) -> dict[str, Tensor]:
+        """`balance_stats` from the sums of all ranks, and the routers' biases."""
         found = dict(ratios(totals, self.config.moe_top_k))
         stats = {"moe/balance_loss": found.pop("balance_loss").mean()}
-        for index, moe in enumerate(mixtures):
-            stats |= {f"moe/{moe.layer}/{name}": values[index] for name, values in found.items()}
-            if self.config.router_bias:
-                bias = cast(Tensor, moe.router.bias)
-                stats[f"moe/{moe.layer}/bias_range"] = bias.amax() - bias.amin()
+        for index, layer in enumerate(layers):
+            stats |= {f"moe/{layer}/{name}": values[index] for name, values in found.items()}
+            if biases is not None:
+                stats[f"moe/{layer}/bias_range"] = biases[index].amax() - biases[index].amin()
         return stats
 
-    def _counted(self, mixtures: Iterable[MoE], reduce: Reduce | None) -> Tensor:
-        """The layers' sums of all ranks, [L,E+3] float64."""
-        totals = torch.stack([moe.counted() for moe in mixtures])
+    def _mixed_layers(self) -> list[int]:
+        """The layers with experts of the whole model, of which this may be a stage."""
+        config = self.config
+        return [layer for layer in range(config.n_layers + config.mtp_depth) if config.has_experts(layer)]
+
+    def _counted(self, layers: list[int], reduce: Reduce | None) -> tuple[Tensor, Tensor | None]:
+        """The sums of all ranks over ``layers``, [L,E+3] float64, and the biases [L,E] of their routers, where they
+        have some. A stage adds what it has, and learns the rest from the others."""
+        mixtures = {moe.layer: moe for moe in self._mixtures()}
+        experts, biased = self.config.n_experts, self.config.router_bias
+        device = next(self.parameters()).device
+        # Each layer's counts, biases and a 1: ranks that hold a layer hold its bias alike, so their mean is it.
+        table = torch.zeros(len(layers), 2 * experts + 4, dtype=torch.float64, device=device)
+        for row, layer in enumerate(layers):
+            if layer in mixtures:
+                table[row, : experts + 3] = mixtures[layer].counted()
+                table[row, -1] = 1.0
+                if biased:
+                    table[row, experts + 3 : -1] = cast(Tensor, mixtures[layer].router.bias)
         if reduce is not None:
-            reduce(totals)
-        return totals
+            reduce(table)
+        counts, biases, held = table.split((experts + 3, experts, 1), dim=1)
+        return counts, biases / held.clamp(min=1) if biased else None
 
     # ---------------------------------------------------------------------------------------- forward
 
@@ -293,6 +326,7 @@ class Transformer(nn.Module):
         labels: Tensor | None = None,
         scale: Tensor | float | None = None,
         cache: KVCache | None = None,
+        ids: Tensor | None = None,
     ) -> Any:
         """x: token ids [B,S] int64 (or int32) on the first stage, hidden states [B,S,D] after it.
 
@@ -302,6 +336,7 @@ class Transformer(nn.Module):
         while nll stays that of the next one, and its gradients have those of the experts' losses in them
         (`moe.balance`). Without labels: logits [B,S,V]. A stage that is not the last returns [B,S,D].
         cache: x follows the tokens in it, which are plain rows, and only the last token's logits [B,1,V] come back.
+        ids [B,S]: the token ids, for a last stage that trains on further tokens and gets hidden states as x.
 
         Computes in the dtype of the weights; norms, rotations and log-sum-exp in float32 or wider. Never waits for
         the device. Raises ValueError for what does not fit; for ids and labels that are no tokens on the CPU only,
@@ -310,7 +345,7 @@ class Transformer(nn.Module):
         self._check(x, rows, labels, scale, cache)
         before = 0 if cache is None else cache.length
         try:
-            return self._run(x, rows, labels, scale, cache)
+            return self._run(x, rows, labels, scale, cache, x if self.first else ids)
         except BaseException:
             if cache is not None:
                 cache.length = before  # the same call again finds the cache as this one did
@@ -326,7 +361,7 @@ class Transformer(nn.Module):
     ) -> None:
         """Raise ValueError for arguments of `forward` that do not fit the model or one another."""
         config = self.config
-        if self.embed is not None:
+        if self.first:
             if x.ndim != 2:
                 raise ValueError(f"ids of shape {tuple(x.shape)} must be [rows, tokens]; one row is ids[None]")
             check_indices("ids", x, config.vocab_size)
@@ -346,12 +381,18 @@ class Transformer(nn.Module):
                 raise ValueError("labels and cache exclude one another: a cache gives the last token's logits only")
             if cache.config != config:
                 raise ValueError("the cache was made for another config; make it with KVCache(model.config, …)")
-        if rows is not None and tuple(rows.position_ids.shape) != shape:
-            raise ValueError(f"rows of {tuple(rows.position_ids.shape)} tokens do not fit an input of {shape}")
-        if labels is not None and tuple(labels.shape) != shape:
-            raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit an input of {shape}")
+        for name, given in (("rows", None if rows is None else rows.position_ids), ("labels", labels)):
+            if given is not None and not self._fits(tuple(given.shape), shape):
+                raise ValueError(f"{name} of shape {tuple(given.shape)} do not fit an input of {shape}")
         if labels is None and scale is not None:
             raise ValueError(f"scale = {scale} weighs a loss, and there are no labels; give them, or leave scale out")
+
+    def _fits(self, given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether something with an entry for each token goes with an input [B,S] (and more). Hidden states of a stage
+        before may be a part of each row, under tensor parallelism."""
+        if self.first or given == shape:
+            return given == shape
+        return len(given) == 2 and given[0] == shape[0] and given[1] % max(1, shape[1]) == 0
 
     def _run(
         self,
@@ -360,22 +401,27 @@ class Transformer(nn.Module):
         labels: Tensor | None,
         scale: Tensor | float | None,
         cache: KVCache | None,
+        ids: Tensor | None,
     ) -> Any:
-        """`forward`, once its arguments are known to fit."""
+        """`forward`, once its arguments are known to fit. ids [B,S], where they are known."""
         batch, seq = x.shape[:2]
         if rows is None and cache is None:
             rows = Rows.plain(batch, seq, x.device)
-        further = self.config.mtp_depth if labels is not None and self.training else 0
+        further = len(self.mtp) if labels is not None and self.training else 0
 
         embedded: list[Tensor] = []
         h = x
-        if self.embed is not None:
+        if self.first or further:
+            assert self.embed is not None
+            if ids is None:
+                raise ValueError("this stage embeds further tokens (mtp_depth); pass the token ids, [rows, tokens]")
             # All look-ups at once: under FSDP and tensor parallelism the embedding's weight and results travel once.
-            h = self.embed(later_tokens(x, further) if further else x)
+            found = self.embed(later_tokens(ids, further) if further else ids)
             if self.config.embed_scale != 1:
-                h = h * self.config.embed_scale
+                found = found * self.config.embed_scale
             if further:
-                h, *embedded = h.chunk(1 + further)
+                found, *embedded = found.chunk(1 + further)
+            h = found if self.first else x
         if cache is not None:
             rows = cache.begin(batch, seq, x.device, h.dtype)
         assert rows is not None

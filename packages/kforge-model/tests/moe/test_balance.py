@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -384,3 +385,30 @@ def test_counts_are_in_no_state_and_survive_nothing() -> None:
     assert all(isinstance(module, nn.Module) for module in model.modules())
     model.init_weights(1)
     assert loads(model) == [[0] * 6] * 2 and not any(bias.any() for _, bias in model.named_buffers())
+
+
+def test_stages_tell_of_all_layers_and_move_their_own() -> None:
+    """Two stages, whose sums are added as ranks would: stats and biases are those of the whole model."""
+    changes = {"router_bias": True, "router_bias_rate": 0.01, "n_layers": 4, "moe_pattern": "DM", "mtp_depth": 1}
+    whole = model_of(**changes, router="sigmoid")
+    first, last = whole.stage(True, [0, 1], False), whole.stage(False, [2, 3], True)
+    parts = copy.deepcopy((first, last))
+    step(whole)
+    h = parts[0](IDS, labels=IDS, scale=1 / 64)
+    parts[1](h, labels=IDS, scale=1 / 64, ids=IDS)[0].backward()
+    want = whole.balance_stats()
+    tables: list[Tensor] = []
+    for part in parts:
+        part.balance_stats(tables.append)
+    total = torch.stack(tables).sum(0)
+    for update in (False, True):
+        got = [
+            (part.update_balance if update else part.balance_stats)(lambda table: table.copy_(total)) for part in parts
+        ]
+        want = whole.update_balance() if update else want
+        for stats in got:
+            assert stats.keys() == want.keys()
+            assert all(stats[name].item() == pytest.approx(want[name].item(), rel=1e-12) for name in want)
+    for part in parts:
+        for name, bias in part.named_buffers():
+            assert bias.any() and torch.equal(bias, whole.get_buffer(name)), name

@@ -330,6 +330,26 @@ def scaled_rates(group: Group, lr_scales: Mapping[str, float]) -> list[Group]:
     return parts
 
 
+def groups_of_stage(groups: Iterable[Group], stage: nn.Module) -> list[Group]:
+    """The groups of a whole model with the parameters that ``stage``, a part of it under the same names, has of each:
+    all of the groups in their order, some perhaps empty.
+
+    Raises ValueError for a parameter of the stage that no group of the whole has.
+    """
+    own = {name: parameter for name, (_, parameter) in parameter_roles(stage).items()}
+    known = {name for group in groups for name in group.parameters}
+    if unknown := sorted(own.keys() - known):
+        raise ValueError(f"the stage has parameters {unknown}, which the whole model does not have")
+    return [
+        replace(
+            group,
+            parameters={name: own[name] for name in group.parameters if name in own},
+            fused_weights={name: cut for name, cut in group.fused_weights.items() if name in own},
+        )
+        for group in groups
+    ]
+
+
 def check_owned_once(groups: Iterable[Group]) -> None:
     """Raises ValueError when a parameter, or a name, is in two groups, or two groups share a name."""
     owners: dict[object, str] = {}
@@ -350,7 +370,7 @@ def groups_table(groups: Iterable[Group]) -> str:
     rows = [("group", "optimizer", "peak lr", "schedule", "decay", "tensors", "parameters", "names")]
     for group in groups:
         names = list(group.parameters)
-        span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        span = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
         count = sum(parameter.numel() for parameter in group.parameters.values())
         rates = (f"{group.lr:g}", group.schedule_name, f"{group.weight_decay:g}")
         rows.append((group.name, group.algorithm, *rates, str(len(names)), f"{count:,}", span))

@@ -26,6 +26,7 @@ from kforge_optim.groups import (
     build_groups,
     check_owned_once,
     clean_name,
+    groups_of_stage,
     groups_table,
     scaled_rates,
     unwrapped,
@@ -460,6 +461,7 @@ def build_optimizer(
     seed: int = 0,
     rules: Rules = (),
     lr_scales: Mapping[str, float] | None = None,
+    whole: nn.Module | None = None,
 ) -> Optimizer:
     """The optimizer that ``config`` names, over the trainable parameters of ``model``.
 
@@ -475,6 +477,9 @@ def build_optimizer(
     rules: predicates with what holds for the parameters that they choose; they go before ``config.groups``.
     lr_scales: parameter name -> factor on its rate, as μP wants of Adam and its like; names that are missing have 1.
         An optimizer that takes matrices only, Muon, is left alone: its updates have another size to begin with.
+    whole: where ``model`` is a stage of a pipeline, the model that it is a part of, under the same names; it may be on
+        the meta device. Groups are those of the whole on every stage, and may be empty on some; ``lr_scales`` may name
+        any parameter of it.
 
     Raises ValueError for an unknown optimizer or schedule (listing the known ones), lengths that do not fit, weights
     in less than float32 under ``fp32``, another storage where nothing is bfloat16, a model without trainable
@@ -485,7 +490,8 @@ def build_optimizer(
     known = {algorithm_name(*one): one for one in named}
     own_name = algorithm_name(config.name, config.options)
     own = build_algorithm(config.name, config.options, config)
-    groups = build_groups(model, config, matrices_only=own.matrices_only, rules=rules, total_steps=total_steps)
+    every = model if whole is None else whole
+    groups = build_groups(every, config, matrices_only=own.matrices_only, rules=rules, total_steps=total_steps)
     algorithms = {own_name: own}
     momentum = build_momentum_schedule(config, total_steps)
     momenta = {} if momentum is None else {own_name: momentum}
@@ -514,11 +520,13 @@ def build_optimizer(
         )
     if lr_scales is not None:
         factors = {clean_name(name): factor for name, factor in lr_scales.items()}
-        unknown = sorted(factors.keys() - {clean_name(name) for name, _ in unwrapped(model).named_parameters()})
+        unknown = sorted(factors.keys() - {clean_name(name) for name, _ in unwrapped(every).named_parameters()})
         if unknown:
             raise ValueError(f"lr_scales names {unknown}, which are no parameters of the model")
         apart = [{} if algorithms[group.algorithm].matrices_only else factors for group in groups]
         groups = [part for group, of in zip(groups, apart, strict=True) for part in scaled_rates(group, of)]
+    if whole is not None:
+        groups = groups_of_stage(groups, model)
     return Optimizer(
         groups,
         algorithms,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kforge_parallel.phases import phase as phase
     from kforge_parallel.picture import MeshTable as MeshTable
     from kforge_parallel.picture import mesh_table as mesh_table
+    from kforge_parallel.pipeline import Pipeline as Pipeline
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
     from kforge_parallel.precision import precision_table as precision_table
@@ -44,6 +45,7 @@ _HOME = {
     "Mesh": "mesh",
     "MeshTable": "picture",
     "ParallelConfig": "config",
+    "Pipeline": "pipeline",
     "Precision": "precision",
     "World": "world",
     "check_layout": "layout",

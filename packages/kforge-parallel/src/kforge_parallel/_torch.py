@@ -118,3 +118,16 @@ def efficient_backward(
         grad, q, k, v, bias, out, lse, state, state, 0.0, [True, True, True, False], scale=scale
     )
     return dq, dk, dv
+
+
+def keep_donated_buffers() -> None:
+    """Let a compiled backward leave its buffers as they are, so that it may run in two halves. Stands in for a public
+    option of ``torch.compile``."""
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+
+
+def no_greeting(stage: object) -> None:
+    """Let a pipeline stage not greet its neighbours, which torch 2.11 does before the first step: on gloo a rank that
+    is its own neighbour (V schedules) would send to itself. Groups connect at the first transfer all the same. Later
+    versions greet in another way. Stands in for nothing public."""
+    stage._get_init_p2p_neighbors_ops = list  # type: ignore[attr-defined]

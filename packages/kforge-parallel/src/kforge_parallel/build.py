@@ -1,8 +1,9 @@
 """`parallelize`: from a function that builds a model to that model, spread over the mesh and filled.
 
-The order is fixed, as each step needs what the one before left: build on meta, expert, tensor and context parallelism,
-recompute, compile, shard, allocate, fill. A model that can say how each of its values starts (``init_weights``, or the
-``init`` argument) is never whole on one device. Any other is built on the CPU, and rank 0's values are given to all.
+The order is fixed, as each step needs what the one before left: build on meta, cut into stages, expert, tensor and
+context parallelism, recompute, compile, shard, allocate, fill. A model that can say how each of its values starts
+(``init_weights``, or the ``init`` argument) is never whole on one device. Any other is built on the CPU, and rank 0's
+values are given to all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from kforge_parallel._torch import times_written
+from kforge_parallel._torch import keep_donated_buffers, times_written
 from kforge_parallel.activation import recompute_blocks
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.config import ParallelConfig
@@ -24,9 +25,11 @@ from kforge_parallel.context import spread_attention
 from kforge_parallel.expert import find_mixtures, spread_experts
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
+from kforge_parallel.pipeline import cut, find_twins, stages_of, take_own
 from kforge_parallel.plan import Resolved, resolve_plan
 from kforge_parallel.precision import precision_of
 from kforge_parallel.replicas import check_replicas
+from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.tensor import apply_plan
 
 
@@ -55,7 +58,8 @@ def parallelize(
         dtypes (rotary angles in fp32, say) wants False.
     plan: how tensor parallelism cuts the model (see the README); None: the model's ``plan``. Read where tp > 1.
 
-    Returns the model, with DTensor parameters in the storage dtype and the names it was built with.
+    Returns the model, with DTensor parameters in the storage dtype and the names it was built with; where pp > 1 what
+    this rank has of it, to be called by a `Pipeline`.
     Raises ValueError when ``init`` leaves a value unset, naming it, and for a plan that does not fit the model.
     """
     from dataclasses import replace
@@ -63,6 +67,7 @@ def parallelize(
     config = replace(config or mesh.config, **options)  # type: ignore[arg-type]
     _check_axes(config, mesh)
     precision = precision_of(config.precision, config.storage)
+    wrapped = mesh.size > 1 or config.storage == "fp32"
     with torch.device("meta" if init is not None else "cpu"):
         model = build()
     names, tied = _names(model), _tied(model)
@@ -71,7 +76,6 @@ def parallelize(
         if _names(model) != names or _tied(model) != tied:
             raise RuntimeError(f"{step} changed the names or the ties of the parameters; this is a fault of kforge")
 
-    block_list = find_blocks(model, blocks)
     convert(model, precision.storage)
     if init is None:
         _share_values(model, mesh)
@@ -79,43 +83,55 @@ def parallelize(
     _tie(model, tied)
     check("conversion")
     words = _resolve(model, mesh, plan) if mesh.tp_size > 1 else None
-    experts = spread_experts(model, mesh, words.parameters if words else {})
-    check("expert parallelism")
-    if words is not None:
-        kv_heads = getattr(model, "shape", {}).get("n_kv_heads")
-        apply_plan(model, mesh.tp, words, sequence_parallel=config.sequence_parallel, kv_heads=kv_heads)
-        check("tensor parallelism")
-    if mesh.cp_group is not None:
-        spread_attention(model, block_list, mesh.cp_group, config.cp_style)
-    # Experts, or attention over other ranks, break a block into several graphs, and a checkpoint in what is compiled
-    # may hold none.
-    mixed = [block for block in block_list if mesh.cp_size > 1 or find_mixtures(block)]
-    if config.compile:
-        compile_blocks(mixed)
-    recompute_blocks(block_list, config.recompute)
-    if config.compile:
-        compile_blocks([block for block in block_list if block not in mixed])
-    wrapped = mesh.size > 1 or config.storage == "fp32"
-    if wrapped:
-        shard(
-            model,
-            mesh,
-            precision=precision,
-            blocks=block_list,
-            gradients=gradients,
-            experts=experts,
-            reshard_after_forward=config.reshard_after_forward,
-            cast_inputs=cast_inputs,
-            prefetch=config.prefetch,
-            cpu_offload=config.cpu_offload,
-        )
-        check("sharding")
+    whole, mixed = model, bool(find_mixtures(model))
+    parts, roots = [model], [model]
+    if mesh.pp_size > 1:
+        model = cut(model, mesh, config, blocks)
+        names, tied = _names(model), _tied(model)
+        roots = list(stages_of(model).calls)
+        parts = [call.stage for call in stages_of(model).calls]
+    for part, root in zip(parts, roots, strict=True):
+        block_list = find_blocks(part, blocks)
+        own = words if words is None or part is whole else words.of(part)
+        experts = []
+        if part is whole or not mixed or find_mixtures(part):  # a stage may have none of the model's
+            experts = spread_experts(part, mesh, own.parameters if own else {})
+        check("expert parallelism")
+        if own is not None:
+            kv_heads = getattr(part, "shape", {}).get("n_kv_heads")
+            apply_plan(part, mesh.tp, own, sequence_parallel=config.sequence_parallel, kv_heads=kv_heads)
+            check("tensor parallelism")
+        if mesh.cp_group is not None:
+            spread_attention(part, block_list, mesh.cp_group, config.cp_style)
+        _prepare_blocks(block_list, config, mesh)
+        if wrapped:
+            shard(
+                part,
+                mesh,
+                precision=precision,
+                blocks=block_list,
+                gradients=gradients,
+                experts=experts,
+                reshard_after_forward=config.reshard_after_forward and not keeps_gathered(config, mesh),
+                cast_inputs=cast_inputs,
+                prefetch=config.prefetch,
+                cpu_offload=config.cpu_offload,
+                root=root,
+            )
+            check("sharding")
     if init is not None:
-        untouched = _allocate(model, mesh.device, torch.device("cpu") if config.cpu_offload else mesh.device)
+        untouched: dict[str, tuple[torch.Tensor, int]] = {}
+        for part in parts:
+            untouched |= _allocate(part, mesh.device, torch.device("cpu") if config.cpu_offload else mesh.device)
+        if mesh.pp_size > 1:
+            take_own(model)
         check("allocation")
         init(model)
         _check_filled(model, untouched)
         check("init")
+    if mesh.pp_size > 1:
+        take_own(model)
+        find_twins(model)
     if not wrapped:  # FSDP2 gives gradients in the dtype of the weights; alone, they can be fp32 to the optimizer
         for parameter in model.parameters():
             parameter.grad_dtype = precision.reduce
@@ -123,6 +139,27 @@ def parallelize(
             model.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
     check_replicas(model)
     return model
+
+
+def keeps_gathered(config: ParallelConfig, mesh: Mesh) -> bool:
+    """Whether no unit may be freed between forward and backward. A schedule that computes the gradients of weights
+    apart looks them up among the parameters, and finds shards where FSDP has freed what it gathered: their gradients
+    would be wrong or missing, and nothing would say so."""
+    return mesh.pp_size > 1 and SCHEDULES[config.pp_schedule].splits_backward
+
+
+def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
+    """Recompute and compile."""
+    # Experts, or attention over other ranks, break a block into several graphs, and a checkpoint in what is compiled
+    # may hold none.
+    mixed = [block for block in blocks if mesh.cp_size > 1 or find_mixtures(block)]
+    if config.compile:
+        compile_blocks(mixed)
+        if SCHEDULES[config.pp_schedule].splits_backward:
+            keep_donated_buffers()
+    recompute_blocks(blocks, config.recompute)
+    if config.compile:
+        compile_blocks([block for block in blocks if block not in mixed])
 
 
 def _check_axes(config: ParallelConfig, mesh: Mesh) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,18 @@ class ParallelConfig:
     go round, so that no process holds those of a whole row."""
     pp: int = 1
     """Processes that split the blocks (pipeline parallelism). -1: all that are left."""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    """In which order the microbatches go through the stages. The interleaved ones, zbv and dualpipev give each process
+    several stages, and wait less; the last three compute the gradients of weights apart, to fill what waiting is left,
+    and keep gathered weights through a step. Without effect where pp is 1."""
+    pp_stages: int = 0
+    """Stages of each process, under the interleaved schedules. 0: as the schedule has it (2 for them; 1 for gpipe and
+    1f1b, 2 for zbv and dualpipev, which take no other)."""
+    pp_split: Literal["even", "cost"] = "even"
+    """How blocks are dealt to stages. even: as many to each, one more to the first ones where that leaves some. cost:
+    so that the most expensive stage is as cheap as can be, the head counted with the last."""
+    pp_layers: tuple[int, ...] = ()
+    """Number of blocks of each stage, from the first to the last, instead of pp_split."""
     ep: int = 1
     """Processes that split the experts (expert parallelism): laid over tp, then cp, then dp_shard, not beside them."""
     precision: Literal["bf16", "fp16", "tf32", "fp32", "fp64"] = "bf16"
@@ -86,6 +98,21 @@ class ParallelConfig:
                 f"{' and '.join(f'parallel.{name}' for name in filled)} are -1, but only one axis can take the "
                 "processes that are left; give the others a number"
             )
+        several = self.pp_schedule in ("interleaved_1f1b", "interleaved_zero_bubble")
+        if self.pp_stages < 0 or (several and self.pp_stages == 1) or (self.pp_stages and not several):
+            raise ValueError(
+                f"parallel.pp_stages = {self.pp_stages} cannot be with parallel.pp_schedule = {self.pp_schedule}; "
+                f"{'use 2 or more, or 0 for 2' if several else 'only the interleaved schedules take a number; use 0'}"
+            )
+        if any(type(count) is not int or count < 1 for count in self.pp_layers):
+            raise ValueError(
+                f"parallel.pp_layers = {self.pp_layers} must be whole numbers of at least 1, the blocks of each stage"
+            )
+        if self.pp_layers and self.pp_split != "even":
+            raise ValueError(
+                f"parallel.pp_layers = {self.pp_layers} and parallel.pp_split = {self.pp_split} both deal blocks to "
+                "stages; give one of them"
+            )
         if self.prefetch < 0:
             raise ValueError(f"parallel.prefetch = {self.prefetch} must be 0 (torch's order) or more blocks")
         if self.storage != "fp32" and self.precision != "bf16":
@@ -104,9 +131,12 @@ class ParallelConfig:
 
 
 def _check_kind(name: str, value: object, kind: Any) -> None:
-    """Raise ValueError unless a value is of a field's type: bool, int, float or Literal words."""
+    """Raise ValueError unless a value is of a field's type: bool, int, float, tuple or Literal words."""
     words = get_args(kind)
-    if words:
+    if get_origin(kind) is tuple:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name} = {value!r} must be a tuple of numbers")
+    elif words:
         if value not in words:
             raise ValueError(f"{name} = {value!r} is unknown; use one of {', '.join(words)}")
     elif kind is bool:

@@ -60,6 +60,7 @@ def shard(
     cast_inputs: bool = True,
     prefetch: int = 0,
     cpu_offload: bool = False,
+    root: nn.Module | None = None,
 ) -> None:
     """Shard ``model`` in place: one unit a block, one a group of `find_units`, and the root for the rest.
 
@@ -69,6 +70,8 @@ def shard(
     experts: modules whose parameters ep has dealt out, a unit each, on the expert root. A gradient comes to them with
     the tokens of a whole ep group in it, so they know sums only; for ``"mean"`` each sum is divided by the number of
     data ranks, as the other gradients are.
+
+    root: a module with the model in it that is called instead of it, and so is the root; None: the model.
     """
     if gradients not in ("sum", "mean"):
         raise ValueError(f"gradients = {gradients!r} must be 'sum' or 'mean'")
@@ -94,9 +97,10 @@ def shard(
     for i, group in enumerate(groups):
         # The last unit is the first that backward needs: to free it in between would be to gather it twice.
         unit(group, reshard_after_forward and i < len(groups) - 1)
-    unit(model, False)
+    root = model if root is None else root
+    unit(root, False)
     _set_prefetch(blocks, dealt, prefetch)
-    for module in model.modules():
+    for module in root.modules():
         if isinstance(module, FSDPModule) and (gradients == "sum" or module in dealt):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
             module.set_gradient_divide_factor(1.0)

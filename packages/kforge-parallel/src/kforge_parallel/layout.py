@@ -11,20 +11,15 @@ import math
 from collections.abc import Mapping
 from itertools import combinations
 
-from kforge_parallel.axes import AXES, product_text, resolve_axes
+from kforge_parallel.axes import AXES, resolve_axes
 from kforge_parallel.config import ParallelConfig
-
-_NOT_YET = {"pp": "pipeline"}
+from kforge_parallel.stages import check_schedule, split_layers
 
 
 def _sentence(axes: frozenset[str]) -> str | None:
-    missing = [axis for axis in _NOT_YET if axis in axes]
     if "ep" in axes and not axes & {"dp_shard", "cp", "tp"}:
         return "expert parallelism is laid over dp_shard, cp and tp, and each of them is 1; set parallel.ep to 1"
-    if not missing:
-        return None
-    kinds, keys = _list([_NOT_YET[axis] for axis in missing]), _list([f"parallel.{axis}" for axis in missing])
-    return f"{kinds} parallelism is not available in this version; set {keys} to 1"
+    return None
 
 
 def _list(words: list[str]) -> str:
@@ -65,6 +60,7 @@ def check_layout(
     world_size: int,
     shape: Mapping[str, int | bool] | None = None,
     row_tokens: int | None = None,
+    microbatches: int | None = None,
 ) -> dict[str, int]:
     """Sizes of all axes, as `resolve_axes` gives them, for a layout that can be trained.
 
@@ -73,6 +69,7 @@ def check_layout(
         max_seq_len, tie_embeddings, parameters and block_parameters may be there too. Any other key is refused: a
         misspelt one would leave its size unchecked. None: the model is not looked at.
     row_tokens: tokens of a row, checked where ranks hold parts of rows.
+    microbatches: of each data rank in a step, checked where the schedule of a pipeline asks for a number.
 
     Nothing is contacted. Raises ValueError with the numbers, the options and what to change.
     """
@@ -91,6 +88,8 @@ def check_layout(
         raise
     if shape is not None:
         _check_shape(axes, shape)
+        if axes["pp"] > 1 and "n_layers" in shape:
+            split_layers(config, axes["pp"], shape["n_layers"])
         if shape.get("n_experts") and axes["tp"] > 1 and not config.sequence_parallel:
             raise ValueError(
                 f"parallel.sequence_parallel = false cannot be with parallel.tp = {axes['tp']} and experts "
@@ -101,9 +100,7 @@ def check_layout(
         _check_attention(axes, config.cp_style, shape)
     if row_tokens is not None:
         check_row(row_tokens, axes["cp"], config.cp_style, axes["tp"] if config.sequence_parallel else 1)
-    refused = LAYOUT_CLASSES[frozenset(name for name, size in axes.items() if size > 1)]
-    if refused is not None:
-        raise ValueError(f"{refused} (the layout is {product_text(axes)})")
+    check_schedule(config, axes["pp"], microbatches)
     for name in ("async_tp", "cpu_offload"):
         if getattr(config, name) and not _on_cuda(config):
             raise ValueError(f"parallel.{name} = true works on CUDA only, and this runs on the CPU; set it to false")
@@ -172,7 +169,7 @@ def _check_attention(axes: dict[str, int], style: str, shape: Mapping[str, int |
 
 
 def _check_shape(axes: dict[str, int], shape: Mapping[str, int | bool]) -> None:
-    tp, pp, ep = axes["tp"], axes["pp"], axes["ep"]
+    tp, ep = axes["tp"], axes["ep"]
     heads, kv, ffn, vocab = (shape.get(key) for key in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"))
     if heads is not None and heads % tp:
         raise ValueError(
@@ -194,12 +191,7 @@ def _check_shape(axes: dict[str, int], shape: Mapping[str, int | bool]) -> None:
             f"model.vocab_size = {vocab} cannot be split over parallel.tp = {tp}; use vocab_size = "
             f"{_next_multiple(vocab, tp)} (ids that no token has cost little), or set tp to a divisor of {vocab}"
         )
-    layers, experts = shape.get("n_layers"), shape.get("n_experts")
-    if layers is not None and layers < pp:
-        raise ValueError(
-            f"model.n_layers = {layers} is fewer than parallel.pp = {pp}: a stage would have no block; "
-            f"set pp to at most {layers}"
-        )
+    experts = shape.get("n_experts")
     if experts is not None and experts % ep:
         raise ValueError(
             f"model.n_experts = {experts} cannot be split over parallel.ep = {ep}; set ep to a divisor of {experts} "

@@ -88,6 +88,21 @@ class Mesh:
         return self.expert_mesh["expert_shard"]
 
     @property
+    def pp(self) -> DeviceMesh:
+        """The 1-D mesh of the ranks that have the other stages of this one's pipeline; of size 1 where pp is 1."""
+        return self.device_mesh["pp"]
+
+    @property
+    def pp_size(self) -> int:
+        """Number of ranks that split the blocks."""
+        return self.axes["pp"]
+
+    @property
+    def pp_rank(self) -> int:
+        """Place of this process in its pipeline."""
+        return self.device_mesh.get_local_rank("pp")
+
+    @property
     def tp(self) -> DeviceMesh:
         """The 1-D mesh of the ranks that split each matrix with this one; of size 1 where tp is 1."""
         return self.device_mesh["tp"]

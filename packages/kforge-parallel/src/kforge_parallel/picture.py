@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from kforge_parallel.axes import AXES, EXPERT_AXES, count_text, expert_shard, product_text, resolve_axes
 from kforge_parallel.config import ParallelConfig
-from kforge_parallel.layout import LAYOUT_CLASSES
 
 _WHAT = {
     "tp": "splits every matrix: transfers inside every block",
@@ -44,8 +43,6 @@ class MeshTable:
     which FSDP2 shards, dp_shard and cp together."""
     crossing: dict[str, int]
     """Axis -> how many of its groups have ranks on more than one host."""
-    refused: str | None
-    """Why this version does not train such a layout; None when it does."""
     warnings: list[str]
     """What makes the layout slow."""
 
@@ -56,8 +53,7 @@ class MeshTable:
 def mesh_table(config: ParallelConfig | Mapping[str, int], world_size: int, ranks_per_host: int = 8) -> MeshTable:
     """Place ``world_size`` ranks on the axes of ``config`` (or of a mapping such as ``{"tp": 2}``).
 
-    Raises ValueError for axes that do not fit the number of processes, and for more than 1,000,000 of them. A layout
-    that this version cannot train is drawn all the same, and `MeshTable.refused` says why it is refused.
+    Raises ValueError for axes that do not fit the number of processes, and for more than 1,000,000 of them.
     """
     if not isinstance(config, ParallelConfig):
         unknown = sorted(set(config) - {*AXES, "ep"})
@@ -94,7 +90,6 @@ def mesh_table(config: ParallelConfig | Mapping[str, int], world_size: int, rank
         ranks=ranks,
         groups=groups,
         crossing=crossing,
-        refused=LAYOUT_CLASSES[frozenset(name for name, size in axes.items() if size > 1)],
         warnings=_warnings(axes, crossing, len(groups["tp"]), ranks_per_host),
     )
 
@@ -139,9 +134,6 @@ def _draw(table: MeshTable) -> Iterator[str]:
     for warning in table.warnings:
         yield ""
         yield f"warning: {warning}"
-    if table.refused:
-        yield ""
-        yield f"not trained by this version: {table.refused}"
 
 
 def _draw_root(table: MeshTable, axes: tuple[str, ...]) -> Iterator[str]:

@@ -54,6 +54,15 @@ class Resolved:
     parameters: dict[str, str]
     """Parameter name (all names of a tied one) -> word."""
 
+    def of(self, part: nn.Module) -> Resolved:
+        """What of it concerns a part of the model in which names are as in the whole."""
+        modules = {name for name, _ in part.named_modules(remove_duplicate=False)}
+        parameters = {name for name, _ in part.named_parameters(remove_duplicate=False)}
+        return Resolved(
+            {name: word for name, word in self.modules.items() if name in modules},
+            {name: word for name, word in self.parameters.items() if name in parameters},
+        )
+
 
 def resolve_plan(model: nn.Module, plan: Mapping[str, str]) -> Resolved:
     """Lay ``plan`` over ``model``.

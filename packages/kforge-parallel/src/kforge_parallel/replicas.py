@@ -64,11 +64,17 @@ def check_replicas(model: nn.Module) -> None:
     if not names:
         return
     mine = torch.stack(digests)
-    _same_pieces({piece: (held, mine[held].tolist()) for piece, held in pieces.items()})
-    low, high = mine.clone(), mine.clone()
+    # Ranks that have other parameters (the stages of a pipeline) are not compared with one another.
+    _same_pieces({(piece, _sha([names[i] for i in held])): _sha(mine[held].tolist()) for piece, held in pieces.items()})
+    places = _places_of_all(names)
+    own = torch.tensor([places[name] for name in names], device=mine.device)
+    bounds = torch.iinfo(torch.int64)
+    low = torch.full((len(places),), bounds.max, device=mine.device).index_copy_(0, own, mine)
+    high = torch.full((len(places),), bounds.min, device=mine.device).index_copy_(0, own, mine)
     dist.all_reduce(low, dist.ReduceOp.MIN)
     dist.all_reduce(high, dist.ReduceOp.MAX)
-    alike = [name for name, same, here in zip(names, (low == high).tolist(), varied, strict=True) if same and here]
+    same = (low == high)[own].tolist()
+    alike = [name for name, equal, here in zip(names, same, varied, strict=True) if equal and here]
     if alike:
         raise RuntimeError(
             f"every rank holds the same numbers in its part of {', '.join(alike[:6])}{' …' if len(alike) > 6 else ''}: "
@@ -77,14 +83,26 @@ def check_replicas(model: nn.Module) -> None:
         )
 
 
-def _same_pieces(mine: dict[str, tuple[list[int], list[int]]]) -> None:
+def _sha(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _places_of_all(names: list[str]) -> dict[str, int]:
+    """The names of all ranks, numbered alike on all."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {p: hashlib.sha256(repr(held).encode()).hexdigest() for p, held in mine.items()})
+    dist.all_gather_object(everyone, names)
+    return {name: i for i, name in enumerate(dict.fromkeys(name for theirs in everyone for name in theirs))}
+
+
+def _same_pieces(mine: dict[tuple[str, str], str]) -> None:
+    """mine: a piece, and which parameters there are of it -> digest of its values."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
     for piece in sorted({piece for theirs in everyone for piece in theirs}):
         holders = [rank for rank, theirs in enumerate(everyone) if piece in theirs]
         odd = [rank for rank in holders if everyone[rank][piece] != everyone[holders[0]][piece]]
         if odd:
             raise RuntimeError(
-                f"ranks {odd} hold other values than rank {holders[0]} of the same parameters ({piece}): they would "
+                f"ranks {odd} hold other values than rank {holders[0]} of the same parameters ({piece[0]}): they would "
                 "train apart. Initial values must not depend on the rank, and a checkpoint must be whole on all"
             )

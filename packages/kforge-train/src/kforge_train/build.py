@@ -28,9 +28,12 @@ from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize,
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig, optim_config
-from kforge_train.engine import PlainEngine
+from kforge_train.engine import PlainEngine, build_engine
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.lock import RunLock
+
+_SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules of a pipeline that compute the gradients of weights apart."""
 
 
 @dataclass
@@ -40,6 +43,9 @@ class Job:
     config: JobConfig
     mesh: Mesh
     model: nn.Module
+    """What this rank has of it."""
+    parameters: int
+    """Of the whole model."""
     optimizer: Optimizer
     loader: Loader
     heldout: TokenShards | None
@@ -78,6 +84,13 @@ def check(config: JobConfig, world_size: int) -> None:
                 f"data.microbatch_rows = {micro} does not divide the {rows // ranks} rows that each of "
                 f"{ranks} data ranks has in a step ({name} = {rows})"
             )
+        check_layout(config.parallel, world_size, microbatches=rows // ranks // (micro or rows // ranks))
+    if axes["pp"] > 1 and config.model.mtp_depth and config.parallel.pp_schedule in _SPLIT:
+        raise ConfigError(
+            f"model.mtp_depth = {config.model.mtp_depth} cannot be with parallel.pp_schedule = "
+            f"{config.parallel.pp_schedule}, which computes the gradients of weights apart: that of the embedding "
+            "comes through other weights there, which torch would run twice; set pp_schedule to interleaved_1f1b"
+        )
     try:
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     except (OSError, ValueError) as error:
@@ -139,10 +152,11 @@ def groups_of(config: JobConfig) -> list[Group]:
     return _optimizer(config, model, "fp32").groups
 
 
-def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:
-    """The optimizer of a job over its model. Under split storage, weights start from the same fp32 bits as ever."""
+def build_job_optimizer(config: JobConfig, model: nn.Module, whole: nn.Module | None = None) -> Optimizer:
+    """The optimizer of a job over its model, or the stages of ``whole`` that a rank has. Under split storage, weights
+    start from the same fp32 bits as ever."""
     storage, seed = config.parallel.storage, config.train.seed
-    optimizer = _optimizer(config, model, storage)
+    optimizer = _optimizer(config, model, storage, whole)
     if storage == "split":
         optimizer.load_full_weights(
             (name, model.init_value_(name, torch.empty_like(parameter, dtype=torch.float32), seed))  # type: ignore[operator]
@@ -151,7 +165,7 @@ def build_job_optimizer(config: JobConfig, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _optimizer(config: JobConfig, model: nn.Module, storage: Storage) -> Optimizer:
+def _optimizer(config: JobConfig, model: nn.Module, storage: Storage, whole: nn.Module | None = None) -> Optimizer:
     """What a job's model learns with. The model may say by what μP scales the rate of each parameter."""
     scales: Callable[[], dict[str, float]] = getattr(model, "lr_scales", dict)
     return build_optimizer(
@@ -161,6 +175,7 @@ def _optimizer(config: JobConfig, model: nn.Module, storage: Storage) -> Optimiz
         storage=storage,
         seed=config.train.seed,
         lr_scales=scales(),
+        whole=whole,
     )
 
 
@@ -218,6 +233,8 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
     with RunLock(run_dir, mesh.rank), StopRequest(config.resilience.stop_signals) as stop:
         with phase("build", config.parallel, mesh):
             model = build_model(config, mesh)
+        with torch.device("meta"):
+            whole = kforge_model.build_model(config.model)
         data = config.data
         loader = Loader(
             source,
@@ -238,10 +255,11 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             config=config,
             mesh=mesh,
             model=model,
-            optimizer=build_job_optimizer(config, model),
+            parameters=sum(parameter.numel() for parameter in whole.parameters()),
+            optimizer=build_job_optimizer(config, model, whole if mesh.pp_size > 1 else None),
             loader=loader,
             heldout=TokenShards(data.heldout) if data.heldout else None,
-            engine=PlainEngine(model, mesh, reduce_each=config.parallel.accumulate == "sharded"),
+            engine=build_engine(model, mesh, reduce_each=config.parallel.accumulate == "sharded"),
             scaler=LossScaler(
                 enabled=config.parallel.precision == "fp16",
                 init_scale=config.optim.loss_scale_init,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from kforge_data import TokenShards, evaluation_batches
 from kforge_parallel import Mesh, find_world, launch, shard_rows, shutdown
 from kforge_train.config import JobConfig
-from kforge_train.engine import rows_of
+from kforge_train.engine import build_engine
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.saved import fit_layout, load_run, restore_weights
 
@@ -38,9 +39,9 @@ def evaluate(
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    one = torch.ones((), dtype=torch.float64, device=mesh.device)
-    try:
-        for batch in evaluation_batches(
+    engine = build_engine(model, mesh)
+    batches = iter(
+        evaluation_batches(
             source,
             row_tokens=data.row_tokens,
             microbatch_rows=data.microbatch_rows or max(1, data.global_rows // mesh.data_size),
@@ -49,17 +50,20 @@ def evaluate(
             max_rows=max_rows,
             isolate_documents=data.isolate_documents,
             device=mesh.device,
-        ):
+        )
+    )
+    try:
+        while some := list(islice(batches, mesh.pp_size)):  # as many as a pipeline has at work at a time
             if stop is not None and anywhere(stop(), mesh):
                 return None
-            batch = shard_rows(batch, mesh)
-            _, nll = model(batch["input_ids"], rows_of(batch), labels=batch["labels"], scale=one)
-            total += torch.stack([nll.sum(dtype=torch.float64), (batch["labels"] != -100).sum().to(torch.float64)])
+            some = [shard_rows(batch, mesh) for batch in some]
+            scored = torch.stack([(batch["labels"] != -100).sum() for batch in some]).sum()
+            total += torch.stack([engine.nll_sums(some).sum(), scored.to(torch.float64) / mesh.copies])
     finally:
         model.train(training)
     if mesh.size > 1:
         dist.all_reduce(total)
-    nats, tokens = (total / mesh.copies).tolist()
+    nats, tokens = total.tolist()
     if not tokens:
         raise ValueError("the held-out text has no token to score: every document is shorter than two tokens")
     loss = nats / tokens

@@ -73,7 +73,9 @@ class Trainer:
         scale = boost / scored.clamp(min=1)  # a window without a label to score changes nothing
         loss = job.engine.forward_backward(window, scale) / boost
         job.checkpointer.staged()  # from here on states change
-        norm, group_norms = clip.total_norm(job.model.parameters(), also=job.optimizer.groups)
+        norm, group_norms = clip.total_norm(
+            job.model, stages=job.mesh.pp_size, stages_holding=job.engine.copies, also=job.optimizer.groups
+        )
         norm = norm / boost
         clip.clip_values_(job.model.parameters(), self.config.optim.clip_value, scale=boost)
         factor = clip.clip_factor(norm, self.config.optim.clip_norm)
@@ -202,15 +204,14 @@ class Trainer:
 
     def report_start(self) -> None:
         job = self.job
-        parameters = sum(p.numel() for p in job.model.parameters())
-        job.log.info("%s; %s parameters; %s", job.mesh, f"{parameters:,}", self.config.train.run_dir)
+        job.log.info("%s; %s parameters; %s", job.mesh, f"{job.parameters:,}", self.config.train.run_dir)
         layout: dict[str, int | bool | str] = {axis: size for axis, size in job.mesh.axes.items() if size > 1}
         if "tp" in layout:
             layout["sequence_parallel"] = self.config.parallel.sequence_parallel
         if "cp" in layout:
             layout["cp_style"] = self.config.parallel.cp_style
         values = {"config": asdict(self.config), "versions": versions(), "world": job.mesh.size}
-        job.tracker.event("start", self.next_step, {**values, "layout": layout, "parameters": parameters})
+        job.tracker.event("start", self.next_step, {**values, "layout": layout, "parameters": job.parameters})
         if not self.config.model.layout_exact:
             job.log.info("the losses depend on how the batch is spread: model.expert_capacity, or balance_over = batch")
         for what, how in precision_table(self.config.parallel, job.mesh.size).items():
