@@ -61,6 +61,7 @@ CHANGES = {
     "data.seed": 2,
     "data.shuffle": False,
     "data.isolate_documents": False,
+    "data.packing": "best_fit",
     "data.workers": 2,
     "optim.name": "muon",
     "optim.lr": 2e-2,
@@ -105,6 +106,8 @@ YARN = {
     "model__rope_scaling": "yarn", "model__rope_factor": 4.0, "model__rope_original_len": 64, "model__head_dim": 16,
     "model__rope_theta": 100.0,
 }  # fmt: skip
+ONE = '[{"name": "a", "path": "TOKENS/train"}]'
+TWO = '[{"name": "a", "path": "TOKENS/train", "weight": 4}, {"name": "b", "path": "TOKENS/heldout"}]'
 MOE = {"model__n_experts": 4}
 BIAS = {**MOE, "model__router_bias": True, "model__router_bias_rate": 0.3}
 WARMUP = {**BIAS, "model__router_bias_schedule": "warmup", "model__router_bias_warmup_steps": 2}
@@ -166,6 +169,14 @@ BASE = {
     "ckpt.keep_doubling_from": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1}, 1),
     "ckpt.keep_best": ({"ckpt__every_steps": 1, "ckpt__keep_last": 1, "train__eval_every_steps": 1}, 4),
     "ckpt.every_minutes": ({}, 1e-9),
+    "data.mixture": ({"data__mixture": ONE, "data__train": ""}, TWO),
+    "data.mixture_by": ({"data__mixture": TWO, "data__train": "", "data__packing": "best_fit"}, "documents"),
+    "data.mixture_temperature": ({"data__mixture": TWO, "data__train": ""}, 3.0),
+    "data.phases": (
+        {"data__mixture": TWO, "data__train": ""},
+        '[{"step": 1, "weights": {"a": 0}}, {"step": 2, "weights": {"a": 1, "b": 9}}]',
+    ),
+    "data.cache": ({"data__packing": "best_fit"}, "HERE/plans"),
 }
 # What the error says, where a value other than the first cannot be had here.
 ERRORS = {
@@ -199,6 +210,9 @@ ELSEWHERE = {
     "resilience.nonfinite": "test_abort_ends_all_ranks_with_its_own_code (test_signals.py)",
     "resilience.max_skipped_in_a_row": "test_too_many_skipped_steps_end_the_run",
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
+    "data.dtype": "test_every_kind_of_source_trains_alike (test_sources.py)",
+    "data.eos_id": "test_every_kind_of_source_trains_alike (test_sources.py)",
+    "data.accept_changed_data": "test_a_changed_mixture_is_refused_or_accepted (test_sources.py)",
     "optim.offload": "test_what_is_stepped_are_copies_and_the_model_gets_them_back (test_offload.py)",
     "optim.ema_device": "test_it_follows_the_formula_after_accepted_steps (test_ema.py)",
     "ckpt.verify": "test_a_flipped_bit_is_found_by_full_verification (test_faults.py)",
@@ -278,6 +292,7 @@ def facets(config, run_dir):
         memory = parts.checkpointer._memory
         seen["staging"] = memory and (memory.limit_bytes == 2**30, memory.handle is not None)
         seen["steps"], seen["checkpoints"] = trainer.next_step, parts.checkpointer.steps()
+    seen["plans"] = config.data.cache and [path.name for path in Path(config.data.cache).iterdir()]
     seen["console"] = "loss" in console.getvalue()
     places = [Path(config.train.run_dir), Path(config.ckpt.dir or ".")]
     seen["files"] = [str(p) for p in places]
@@ -299,6 +314,10 @@ def watch(rank, world, config):
 
 
 def base_job(tokens, folder, **overrides):
+    def place(value):
+        return value.replace("TOKENS", str(tokens)).replace("HERE", str(folder)) if isinstance(value, str) else value
+
+    overrides = {name: place(value) for name, value in overrides.items()}
     return job(tokens, folder / "run", **{"train__steps": 4, **overrides})
 
 

@@ -11,6 +11,8 @@ import pytest
 from kforge_data import DataConfig, Loader
 from kforge_data.batch_size import BatchSize
 
+A = {"name": "a", "path": "shards"}
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -19,6 +21,19 @@ from kforge_data.batch_size import BatchSize
         ({"global_rows": 0}, "data.global_rows = 0"),
         ({"microbatch_rows": 0}, "data.microbatch_rows = 0"),
         ({"workers": -1}, "data.workers = -1"),
+        ({"packing": "tight"}, "data.packing = 'tight' is not one of cut, best_fit, truncate"),
+        ({"mixture_by": "rows"}, "data.mixture_by = 'rows'"),
+        ({"mixture_temperature": 0.0}, "data.mixture_temperature = 0.0"),
+        ({"train": "x", "mixture": (A,)}, "both set"),
+        ({"mixture": ({"name": "a"},)}, r"data.mixture\[0\].path is missing"),
+        ({"mixture": ({**A, "wieght": 1},)}, "no key 'wieght'; it has name, path, weight, max_epochs"),
+        ({"mixture": ({**A, "weight": -1},)}, r"data.mixture\[0\].weight = -1"),
+        ({"mixture": (A, A)}, "names a source twice, of a, a"),
+        ({"phases": ({"step": 2, "weights": {}},)}, "no data.mixture"),
+        ({"mixture": (A,), "phases": ({"step": 2, "weights": {"b": 1}},)}, r"phases\[0\] names b; the sources are a"),
+        ({"mixture": (A,), "phases": ({"step": 0, "weights": {}},)}, "must be a step of at least 1"),
+        ({"mixture": (A,), "phases": ({"step": 2, "weights": 3},)}, "must be a table"),
+        ({"mixture": (A,), "phases": ({"step": 2, "weights": {}},) * 2}, "does not come after the phase before"),
         ({"batch_phases": ({"steps": 2},)}, r"data.batch_phases\[0\].rows is missing"),
         ({"batch_phases": ({"rows": 2},)}, "how long it is, in steps or in tokens, one of the two"),
         ({"batch_phases": ({"rows": 2, "steps": 1, "tokens": 9},)}, "in steps or in tokens, one of the two"),
@@ -32,10 +47,17 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
         DataConfig(**change)
 
 
+SOURCE = {
+    *("train", "heldout", "tokenizer", "mixture", "mixture_by", "mixture_temperature", "phases"),
+    *("dtype", "eos_id", "packing", "cache"),
+}
+"""Fields that say what the source is."""
+
+
 def test_defaults_and_names_are_those_of_the_loader() -> None:
     arguments = inspect.signature(Loader).parameters
     for field in dataclasses.fields(DataConfig):
-        if field.name in ("train", "heldout", "tokenizer"):
+        if field.name in SOURCE:
             continue
         assert field.name in arguments
         default = arguments[field.name].default

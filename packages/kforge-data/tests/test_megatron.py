@@ -30,7 +30,7 @@ def written(path: Path, sequences: list[list[int]], documents: list[int], kind: 
 
 def test_sequences_of_one_document_are_one(tmp_path: Path) -> None:
     written(tmp_path / "m", [[1, 2], [3], [], [4, 5, 0]], [0, 2, 3, 4])
-    stream = MegatronTokens(tmp_path / "m")
+    stream = MegatronTokens(tmp_path / "m", cache=tmp_path / "cache")
     assert [stream.document(i).tolist() for i in range(stream.documents)] == [[1, 2, 3], [4, 5, 0]]
     assert stream.vocab_size == 6 and stream.dtype == np.uint32
     again = pickle.loads(pickle.dumps(stream))

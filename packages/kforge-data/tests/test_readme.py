@@ -6,9 +6,12 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from kforge_data import Mixture, TokenFiles, TokenShards
 from kforge_data.cli import main
 
 README = Path(__file__).parent.parent / "README.md"
@@ -27,8 +30,16 @@ def test_the_readme_runs(tmp_path: Path, texts: list[str], monkeypatch: pytest.M
     for command in commands:
         arguments = shlex.split(command.replace("4096", "300"), comments=True)
         assert main(arguments) == 0, command
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    snippet, mixture = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(snippet, str(README), "exec"), {})
+    for name in ("web", "code"):
+        (tmp_path / name).symlink_to(tmp_path / "shards" / "train")
+    np.save("books.npy", np.arange(50, dtype=np.uint16))
+    monkeypatch.setenv("KFORGE_DATA_CACHE", str(tmp_path / "cache"))
+    made: dict[str, Any] = {"Mixture": Mixture, "TokenShards": TokenShards, "TokenFiles": TokenFiles}
+    exec(compile(mixture, str(README), "exec"), made)
+    shares = made["source"].shares(16)
+    assert shares["web"] == pytest.approx(4 * shares["code"])
 
 
 def test_the_files_are_named_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,11 @@ OTHER: dict[str, Any] = {
     "parallel.dp_shard": 2,
     "parallel.pp_layers": [3, 5],
     "data.microbatch_rows": 4,
+    "data.mixture": [{"name": "web", "path": "web"}],
+    "data.mixture_by": "documents",
+    "data.phases": [{"step": 5, "weights": {"web": 2.0}}],
+    "data.packing": "best_fit",
+    "data.eos_id": 3,
     "data.batch_phases": [{"steps": 7, "rows": 8}],
     "optim.name": "muon",
     "optim.muon_method": "polar_express",
@@ -90,6 +95,7 @@ BIAS = {**MOE, "model.router_bias": True}
 EMA = {"optim.ema_decay": 0.9}
 INIT = {"ckpt.init_from": "runs/other"}
 WITH: dict[str, dict[str, Any]] = {
+    "data.phases": {"data.mixture": [{"name": "web", "path": "web"}]},
     **dict.fromkeys(["optim.ema_every_steps", "optim.ema_device"], EMA),
     **dict.fromkeys(["ckpt.init_step", "ckpt.init_exclude", "ckpt.init_rename", "ckpt.init_partial"], INIT),
     **dict.fromkeys(["model.moe_pattern", "model.moe_top_k", "model.expert_dim", "model.shared_experts"], MOE),

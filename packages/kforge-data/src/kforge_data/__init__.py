@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from kforge_data.loader import evaluation_rows as evaluation_rows
     from kforge_data.megatron import MegatronTokens as MegatronTokens
     from kforge_data.megatron import write_megatron as write_megatron
+    from kforge_data.mixture import Mixture as Mixture
     from kforge_data.ngram import KneserNeyBigram as KneserNeyBigram
     from kforge_data.ngram import NgramBaseline as NgramBaseline
     from kforge_data.ngram import ngram_baseline as ngram_baseline
+    from kforge_data.opening import open_tokens as open_tokens
+    from kforge_data.opening import training_source as training_source
+    from kforge_data.opening import training_streams as training_streams
     from kforge_data.order import Permutation as Permutation
     from kforge_data.order import epoch_order as epoch_order
     from kforge_data.packing import PackedRows as PackedRows
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from kforge_data.raw import TokenFiles as TokenFiles
     from kforge_data.shard_writer import ShardWriter as ShardWriter
     from kforge_data.shards import TokenShards as TokenShards
+    from kforge_data.sources import MeasuredSource as MeasuredSource
     from kforge_data.sources import RowBlock as RowBlock
     from kforge_data.sources import Source as Source
     from kforge_data.streams import TokenStream as TokenStream
@@ -52,7 +57,9 @@ _HOME = {
     "DataConfig": "config",
     "KneserNeyBigram": "ngram",
     "Loader": "loader",
+    "MeasuredSource": "sources",
     "MegatronTokens": "megatron",
+    "Mixture": "mixture",
     "NgramBaseline": "ngram",
     "PackedDocuments": "best_fit",
     "PackedRows": "packing",
@@ -70,11 +77,14 @@ _HOME = {
     "evaluation_batches": "loader",
     "evaluation_rows": "loader",
     "ngram_baseline": "ngram",
+    "open_tokens": "opening",
     "pack_rows": "packing",
     "read_documents": "tokenize",
     "stdlib_documents": "corpus",
     "tokenize_files": "tokenize",
     "train_tokenizer": "tokenizer",
+    "training_source": "opening",
+    "training_streams": "opening",
     "verify_shards": "verify",
     "write_megatron": "megatron",
     "write_stdlib_corpus": "corpus",

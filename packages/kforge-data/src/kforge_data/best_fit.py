@@ -87,6 +87,10 @@ class PackedDocuments:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.stream, self._truncate, self._seed, self._cache)
 
+    def describe(self) -> dict[str, Any]:
+        """What the fingerprint is of, for people: plain data."""
+        return {**self.stream.describe(), "packing": "truncate" if self._truncate else "best_fit", "seed": self._seed}
+
     def plan(self, row_tokens: int) -> Plan:
         """The plan for rows of this length, made if there is none yet. ValueError for a length below 1."""
         if row_tokens not in self._plans:
@@ -162,6 +166,10 @@ class PackedDocuments:
             end = self.stream.document_bounds(int(plan.documents[picked[i]]), int(plan.documents[picked[i]]) + 1)[1]
             result[i] = starts[i] + width < end
         return result
+
+    def epoch_size(self, row_tokens: int) -> tuple[int, int]:
+        """Tokens and documents of one epoch."""
+        return self.plan(row_tokens).tokens, self.stream.documents
 
     def max_documents(self, row_tokens: int) -> int:
         """The most documents in any one row, padding counted."""

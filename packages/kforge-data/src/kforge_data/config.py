@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kforge_data.batch_size import BatchSize, read_batch_phases
 
+PACKINGS = ("cut", "best_fit", "truncate")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A folder of token shards, and the batch made of it at each optimizer step."""
+    """Where tokens are, and the batch made of it at each optimizer step."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     train: str = ""
-    """Folder of token shards to train on, as `kforge-data tokenize` writes it."""
+    """What to train on: a folder of token shards, as `kforge-data tokenize` writes it; a .npy or raw .bin file of ids,
+    or a folder of them; or the .idx of a Megatron dataset. Empty: `mixture` says it."""
+    mixture: tuple[dict[str, Any], ...] = ()
+    """Several sources in the place of `train`, each with `name`, `path`, `weight` (default 1; 0: not before a phase)
+    and perhaps `max_epochs`, after which its share goes to the others: [{name = "web", path = "web", weight = 8}]."""
+    mixture_by: str = "tokens"
+    """What the shares of a mixture are of: "tokens" or "documents"."""
+    mixture_temperature: float = 1.0
+    """Shares are proportional to weight ** (1 / temperature); above 1 evens them out."""
+    phases: tuple[dict[str, Any], ...] = ()
+    """Other weights of a mixture from a step on, as [{step = 9000, weights = {web = 1, code = 4}}]; names left out keep
+    theirs. Steps ascend. What the learning rate does meanwhile is optim's."""
     heldout: str = ""
-    """Folder of token shards to evaluate on. Empty: no evaluation."""
+    """Token shards, or other token files, to evaluate on. Empty: no evaluation."""
+    dtype: str = ""
+    """Integer type of raw .bin files, as uint16: their bytes do not tell it. Empty: there are none."""
+    eos_id: int | None = None
+    """The id that ends a document in .npy, .bin and Megatron files. None: each .npy or .bin file is one document."""
+    packing: str = "cut"
+    """How documents fill rows. "cut": end to end, cut where a row is full. "best_fit": no document that fits into a row
+    is cut; rows end in a little padding. "truncate": so, and of a longer document only the first row is kept."""
+    cache: str = ""
+    """Folder for plans of rows and other things that are computed once. Empty: $KFORGE_DATA_CACHE, else under the
+    user's cache folder."""
     tokenizer: str = ""
     """The tokenizer.json that made the shards; used to print text and checked by fingerprint. Empty: not needed."""
     row_tokens: int = 512
@@ -37,6 +61,9 @@ class DataConfig:
     isolate_documents: bool = True
     """Positions restart and attention stops at document boundaries. False: a row is one text to attention. A label
     never crosses a boundary either way."""
+    accept_changed_data: bool = False
+    """Go on from a checkpoint whose sources, weights, seed or rows were others, from the same position; what has been
+    read of the changed sources may come again. False: such a resume is refused with what differs."""
     workers: int = 1
     """Threads that read ahead. 0: rows are read when asked for. The order does not depend on it."""
 
@@ -49,7 +76,44 @@ class DataConfig:
         if self.workers < 0:
             raise ValueError(f"data.workers = {self.workers} must be 0 (no read-ahead) or more")
         read_batch_phases(self.batch_phases, self.row_tokens)
+        for name, choices in (("packing", PACKINGS), ("mixture_by", ("tokens", "documents"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"data.{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if not self.mixture_temperature > 0:
+            raise ValueError(f"data.mixture_temperature = {self.mixture_temperature} must be above 0")
+        if self.train and self.mixture:
+            raise ValueError("data.train and data.mixture are both set; put the one into the other, or leave it out")
+        for i, table in enumerate(self.mixture):
+            _check_table(f"data.mixture[{i}]", table, ("name", "path"), ("weight", "max_epochs"))
+        names = [str(table["name"]) for table in self.mixture]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data.mixture names a source twice, of {', '.join(names)}")
+        if self.phases and not self.mixture:
+            raise ValueError("data.phases changes weights, and there is no data.mixture that has any")
+        for i, table in enumerate(self.phases):
+            _check_table(f"data.phases[{i}]", table, ("step", "weights"), ())
+            if not isinstance(table["step"], int) or table["step"] < 1:
+                raise ValueError(f"data.phases[{i}].step = {table['step']!r} must be a step of at least 1")
+            if not isinstance(table["weights"], dict):
+                raise ValueError(f"data.phases[{i}].weights = {table['weights']!r} must be a table of name = weight")
+            if unknown := [name for name in table["weights"] if name not in names]:
+                raise ValueError(f"data.phases[{i}] names {', '.join(unknown)}; the sources are {', '.join(names)}")
+            if i and table["step"] <= self.phases[i - 1]["step"]:
+                raise ValueError(f"data.phases[{i}].step = {table['step']} does not come after the phase before")
 
     def batch_size(self) -> BatchSize:
         """Rows of each step."""
         return BatchSize(self.global_rows, read_batch_phases(self.batch_phases, self.row_tokens))
+
+
+def _check_table(name: str, table: Mapping[str, Any], needed: tuple[str, ...], more: tuple[str, ...]) -> None:
+    for key in table:
+        if key not in needed + more:
+            raise ValueError(f"{name} has no key {key!r}; it has {', '.join(needed + more)}")
+    for key in needed:
+        if key not in table:
+            raise ValueError(f"{name}.{key} is missing")
+    for key in more:
+        number = table.get(key, 1)
+        if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
+            raise ValueError(f"{name}.{key} = {number!r} must be a number of at least 0")

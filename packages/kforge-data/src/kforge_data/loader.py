@@ -8,6 +8,7 @@ processes, the microbatch and the read-ahead threads decide who reads a row, nev
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import torch
 
 from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
 from kforge_data.batch_size import BatchSize
+from kforge_data.mixture import Mixture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from kforge_data.sources import Source
 
 _STATE_VERSION = 1
+
+logger = logging.getLogger("kforge_data")
 
 
 class Loader:
@@ -49,6 +53,7 @@ class Loader:
         epochs: None goes on for ever; the rows of the next epoch follow in the same step where one ends inside it.
             A number ends there: the last step is filled up with rows of padding, whose labels are all -100, so that
             every rank has the same number of batches. Nothing is ever dropped.
+        accept_changed_data: take the position of a state that belongs to another sequence, and say what differs.
 
     An epoch has each row once. ValueError for a source without rows, or sizes that do not divide.
     """
@@ -69,6 +74,7 @@ class Loader:
         workers: int = 1,
         device: str | torch.device = "cpu",
         epochs: int | None = None,
+        accept_changed_data: bool = False,
     ) -> None:
         self._size = BatchSize(global_rows, tuple(batch_phases))
         for name, rows in self._size.sizes():
@@ -86,6 +92,10 @@ class Loader:
             for rows in {microbatch_rows or rows // world for _, rows in self._size.sizes()}
         }
         self._end = None if epochs is None else epochs * self._rows
+        if isinstance(source, Mixture):
+            if epochs is not None:
+                raise ValueError("a mixture counts epochs for each source; give it max_epochs, and the loader none")
+            self._end = source.position_limit(row_tokens)
         self._position = 0
         # Steps are counted from here: the start of the run, or the resume that changed the size of steps.
         self._base_step, self._base_position = 0, 0
@@ -94,6 +104,7 @@ class Loader:
         self._workers = workers
         self._read_step, self._read_microbatch = 0, 0
         self._closed = False
+        self._accept_changed_data = accept_changed_data
 
     # Where it stands.
 
@@ -222,6 +233,7 @@ class Loader:
             "shuffle": self._shuffle,
             "row_tokens": self._row_tokens,
             "fingerprint": self._source.fingerprint,
+            "source": describe(self._source),
             "global_rows": self._size.global_rows,
             "batch_phases": [list(phase) for phase in self._size.phases],
             "base_step": self._base_step,
@@ -232,23 +244,19 @@ class Loader:
         """Go on from a saved state. world, microbatch_rows, workers, device and isolate_documents may differ.
 
         So may global_rows, batch_phases and epochs: the rows that follow are the same, cut into other steps, of which
-        each has the size that its number says. Another source, seed,
-        row_tokens or shuffle is another sequence, in which the position means nothing: ValueError that lists them.
+        each has the size that its number says. Another source, seed, row_tokens or shuffle is another sequence, in
+        which the position means little: ValueError that lists what differs, unless the loader was told to accept it.
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"a loader state of version {state.get('version')}; this loader reads {_STATE_VERSION}")
-        ours = self.state_dict()
-        names = {"fingerprint": "source", "seed": "seed", "row_tokens": "row_tokens", "shuffle": "shuffle"}
-        differing = [
-            f"{label} was {_short(state.get(key))} and is {_short(ours[key])}"
-            for key, label in names.items()
-            if state.get(key) != ours[key]
-        ]
-        if differing:
+        differing = _differences(state, self.state_dict())
+        if differing and self._accept_changed_data:
+            logger.warning("going on at position %s in another sequence of rows: %s", state["position"], differing)
+        elif differing:
             raise ValueError(
-                "the saved position belongs to another sequence of rows: "
-                + "; ".join(differing)
-                + ". Resume with what it was saved with, or start the data anew by not loading this state"
+                f"the saved position belongs to another sequence of rows: {differing}. Resume with what it was saved "
+                "with, or start the data anew by not loading this state, or take the position as it is "
+                "(accept_changed_data)"
             )
         position = int(state["position"])
         if position < 0:
@@ -374,6 +382,30 @@ def _rows_or_error(source: Source, row_tokens: int) -> int:
     return rows
 
 
+def describe(source: Source) -> dict[str, Any]:
+    """What a source says of itself, for people; its fingerprint if it says nothing."""
+    own = getattr(source, "describe", None)
+    return own() if callable(own) else {"content": source.fingerprint}
+
+
+def _differences(state: dict[str, Any], ours: dict[str, Any]) -> str:
+    """What makes two states positions in different sequences, in words; empty if nothing does."""
+    found = [
+        f"{key} was {_short(state.get(key))} and is {_short(ours[key])}"
+        for key in ("seed", "row_tokens", "shuffle")
+        if state.get(key) != ours[key]
+    ]
+    if state.get("fingerprint") != ours["fingerprint"]:
+        before, now = state.get("source") or {"content": state.get("fingerprint")}, ours["source"]
+        parts = [
+            f"{key} was {_short(before.get(key, '(not there)'))} and is {_short(now.get(key, '(not there)'))}"
+            for key in [*before, *(key for key in now if key not in before)]
+            if before.get(key) != now.get(key)
+        ]
+        found.append(f"of the source, {', '.join(parts) or 'something'}")
+    return "; ".join(found)
+
+
 def _short(value: object) -> str:
     text = str(value)
-    return text if len(text) <= 24 else text[:24] + "…"
+    return text if len(text) <= 60 else text[:24] + "…"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kforge_data.raw import _sample, _unsigned
+from kforge_data.raw import _sample, _unsigned, largest_id
 from kforge_data.streams import TokenStream
 
 if TYPE_CHECKING:
@@ -37,28 +37,38 @@ class MegatronTokens(TokenStream):
     """The pair `NAME.bin`, `NAME.idx`, opened by either name or by NAME.
 
     Args:
-        vocab_size: ids are 0..vocab_size-1; the files do not say it, and finding the largest id (None) reads them.
+        vocab_size: ids are 0..vocab_size-1. None: one more than the largest id, which is found by one pass.
         eos_id: the id that ends each document, recorded for readers.
+        cache: folder for what that pass found (default: `cache_folder`).
 
     Empty documents are left out. ValueError for files that are no such pair.
     """
 
-    def __init__(self, path: str | Path, *, vocab_size: int | None = None, eos_id: int | None = None) -> None:
-        self._arguments = (path, vocab_size, eos_id)
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        vocab_size: int | None = None,
+        eos_id: int | None = None,
+        cache: str | Path | None = None,
+    ) -> None:
+        self._arguments = (path, vocab_size, eos_id, cache)
         index, tokens = Path(path).with_suffix(".idx"), Path(path).with_suffix(".bin")
         for file in (index, tokens):
             if not file.is_file():
                 raise ValueError(f"{file} does not exist; {index.name} and {tokens.name} belong together")
         kind, docs = _read_index(index, tokens)
         bins = _unsigned(np.asarray(np.memmap(tokens, kind, mode="r")))
-        digest = hashlib.sha256(_sample(bins).encode() + docs.tobytes())
+        key = hashlib.sha256(_sample(bins).encode() + docs.tobytes()).hexdigest()
+        if vocab_size is None:
+            vocab_size = 1 + largest_id([bins], key, cache)
         super().__init__(
             [bins],
             [docs],
             dtype=bins.dtype,
-            vocab_size=int(bins.max()) + 1 if vocab_size is None else vocab_size,
+            vocab_size=vocab_size,
             eos_id=eos_id,
-            fingerprint="sha256:" + digest.hexdigest(),
+            fingerprint="sha256:" + key,
             name=str(index),
         )
 
@@ -66,8 +76,8 @@ class MegatronTokens(TokenStream):
         return _reopen, self._arguments
 
 
-def _reopen(path: str | Path, vocab_size: int | None, eos_id: int | None) -> MegatronTokens:
-    return MegatronTokens(path, vocab_size=vocab_size, eos_id=eos_id)
+def _reopen(path: str | Path, vocab_size: int | None, eos_id: int | None, cache: str | Path | None) -> MegatronTokens:
+    return MegatronTokens(path, vocab_size=vocab_size, eos_id=eos_id, cache=cache)
 
 
 def _read_index(index: Path, tokens: Path) -> tuple[str, NDArray[np.int64]]:

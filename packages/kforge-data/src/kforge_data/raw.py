@@ -152,3 +152,13 @@ def _scan(bins: Sequence[NDArray[Any]], eos_id: int | None, folder: Path) -> Non
         docs = np.concatenate(ends)
         np.save(folder / f"{i}.npy", docs if docs[-1] == len(array) else np.append(docs, len(array)))
     (folder / "found.json").write_text(json.dumps({"largest": largest}))
+
+
+def largest_id(bins: Sequence[NDArray[Any]], key: str, cache: str | Path | None) -> int:
+    """The largest id in these arrays, from the cache where they have been looked through already."""
+
+    def build(folder: Path) -> None:
+        _scan(bins, None, folder)
+
+    found = build_once(cache_folder(cache) / "boundaries" / f"{key}-largest", build)
+    return int(json.loads((found / "found.json").read_text())["largest"])

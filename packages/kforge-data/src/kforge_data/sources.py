@@ -71,3 +71,12 @@ class Source(Protocol):
     def max_documents(self, row_tokens: int) -> int:
         """An upper bound of the documents (padding counts as one) in any one row."""
         ...
+
+
+@runtime_checkable
+class MeasuredSource(Source, Protocol):
+    """A source that knows how much an epoch of it holds, as a `Mixture` needs it."""
+
+    def epoch_size(self, row_tokens: int) -> tuple[int, int]:
+        """(tokens, documents) in the rows of one epoch; a document that is cut counts once."""
+        ...

@@ -73,6 +73,10 @@ class TokenStream:
         """Number of documents."""
         return int(self._first_document[-1])
 
+    def describe(self) -> dict[str, Any]:
+        """What the fingerprint is of, for people: plain data."""
+        return {"tokens": self.tokens, "documents": self.documents, "content": self.fingerprint}
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """ValueError unless these tokens were made with this tokenizer, or by whom nobody wrote down."""
         if self.tokenizer and self.tokenizer != tokenizer.fingerprint:
@@ -151,6 +155,10 @@ class TokenStream:
         return pieces
 
     # What makes it a Source.
+
+    def epoch_size(self, row_tokens: int) -> tuple[int, int]:
+        """Tokens and documents of one epoch."""
+        return self.tokens, self.documents
 
     def row_count(self, row_tokens: int) -> int:
         """Rows of `row_tokens` that hold the stream; the last may be padded."""

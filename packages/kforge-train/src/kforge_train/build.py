@@ -19,7 +19,18 @@ from torch import nn
 
 import kforge_model
 from kforge_ckpt import Checkpointer, CkptConfig, RngState
-from kforge_data import DataConfig, Loader, Tokenizer, TokenShards, pack_rows
+from kforge_data import (
+    DataConfig,
+    Loader,
+    Mixture,
+    Source,
+    Tokenizer,
+    TokenStream,
+    open_tokens,
+    pack_rows,
+    training_streams,
+)
+from kforge_data import training_source as open_training
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
 from kforge_optim import Group, LossScaler, Optimizer, build_optimizer
@@ -48,7 +59,7 @@ class Job:
     """Of the whole model."""
     optimizer: Optimizer
     loader: Loader
-    heldout: TokenShards | None
+    heldout: TokenStream | None
     engine: PlainEngine
     scaler: LossScaler
     guard: Guard
@@ -71,7 +82,7 @@ def check(config: JobConfig, world_size: int) -> None:
     groups_of(config)  # knows the names, whether lengths fit, and what rules fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
-    if not data.train:
+    if not data.train and not data.mixture:
         raise ConfigError("data.train is empty; name a folder of token shards (kforge-data tokenize writes one)")
     for name, rows in data.batch_size().sizes():
         if rows % ranks:
@@ -95,25 +106,38 @@ def check(config: JobConfig, world_size: int) -> None:
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.tokenizer: {error}") from error
-    for name in ("train", "heldout"):
-        folder = getattr(data, name)
-        if not folder:
-            continue
+    try:
+        streams = training_streams(data)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        heldout = {"heldout": open_heldout(data)} if data.heldout else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.heldout: {error}") from error
+    for name, source in [*streams.items(), *heldout.items()]:
+        place = f"data.mixture {name}" if data.mixture and name in streams else f"data.{name}"
         try:
-            source = TokenShards(folder)
             if tokenizer is not None:
                 source.check_tokenizer(tokenizer)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data.{name}: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{place}: {error}") from error
         if source.tokens <= source.documents:  # a document's first token is not predicted
             raise ConfigError(
-                f"data.{name} = {folder} has {source.tokens} tokens in {source.documents} documents: nothing to "
+                f"{place} = {source.name} has {source.tokens} tokens in {source.documents} documents: nothing to "
                 "score; name shards with a document of two tokens or more"
             )
         if source.vocab_size > config.model.vocab_size:
             raise ConfigError(
-                f"data.{name} = {folder} was made with a vocabulary of {source.vocab_size} tokens, more than "
+                f"{place} = {source.name} was made with a vocabulary of {source.vocab_size} tokens, more than "
                 f"model.vocab_size = {config.model.vocab_size}; raise --model.vocab_size"
+            )
+    if any("max_epochs" in table for table in data.mixture):
+        mixture = open_training(data, streams)
+        limit = mixture.position_limit(data.row_tokens) if isinstance(mixture, Mixture) else None
+        if limit is not None and limit < (wanted := data.batch_size().before(config.train.steps)):
+            raise ConfigError(
+                f"train.steps = {config.train.steps} want {wanted} rows, and the mixture ends after {limit}, when "
+                "every source has given its max_epochs; raise one of them, or lower train.steps"
             )
     if config.train.eval_every_steps and not data.heldout:
         raise ConfigError("train.eval_every_steps is set, but data.heldout names no folder to evaluate on")
@@ -226,7 +250,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
     run_dir = Path(config.train.run_dir)
     log = get_logger(rank=mesh.rank, world=mesh.size, run_dir=run_dir)
     torch.manual_seed(config.train.seed + mesh.rank)  # nothing in the steady loop draws; a user's hook may
-    source = TokenShards(config.data.train)
+    source = open_training(config.data)
     facts = {f"config section {name}": fields for name, fields in asdict(config).items()}
     check_agreement({**facts, "version of a package": versions(), "training data": source.fingerprint})
 
@@ -248,6 +272,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             shuffle=data.shuffle,
             isolate_documents=data.isolate_documents,
             workers=data.workers,
+            accept_changed_data=data.accept_changed_data,
             device=mesh.device,
         )
         tracker = _tracker(config, mesh, run_dir, source)
@@ -258,7 +283,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             parameters=sum(parameter.numel() for parameter in whole.parameters()),
             optimizer=build_job_optimizer(config, model, whole if mesh.pp_size > 1 else None),
             loader=loader,
-            heldout=TokenShards(data.heldout) if data.heldout else None,
+            heldout=open_heldout(data) if data.heldout else None,
             engine=build_engine(model, mesh, reduce_each=config.parallel.accumulate == "sharded"),
             scaler=LossScaler(
                 enabled=config.parallel.precision == "fp16",
@@ -299,20 +324,28 @@ def background(config: CkptConfig) -> dict[str, Any]:
     return {"mode": "async", "overlap": True, "writer": config.writer, "staging_bytes": nbytes}
 
 
-def attended_lengths(source: TokenShards, data: DataConfig) -> list[int]:
+def open_heldout(data: DataConfig, path: str | Path = "") -> TokenStream:
+    """The tokens that a job is evaluated on, or those at ``path``."""
+    return open_tokens(path or data.heldout, dtype=data.dtype, eos_id=data.eos_id, cache=data.cache)
+
+
+def attended_lengths(source: Source, data: DataConfig) -> list[int]:
     """What attention works on, for `flops_per_token`: the lengths, in tokens, of the documents of up to 256 rows from
     all over the source, or the length of a row where its documents see one another."""
     if not data.isolate_documents:
         return [data.row_tokens]
     count = source.row_count(data.row_tokens)
-    rows = np.unique(np.linspace(0, count - 1, min(count, 256)).astype(np.int64))
+    if isinstance(source, Mixture):
+        count = min(count, source.position_limit(data.row_tokens) or count)
+    positions = np.unique(np.linspace(0, count - 1, min(count, 256)).astype(np.int64))
+    rows = source.rows_at(positions, row_tokens=data.row_tokens, seed=data.seed, shuffle=False)
     packed = pack_rows(source.read_rows(rows, data.row_tokens))
     assert packed.cu_seqlens is not None
     lengths: list[int] = np.diff(packed.cu_seqlens).tolist()
     return lengths
 
 
-def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path, source: TokenShards) -> Tracker:
+def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path, source: Source) -> Tracker:
     sinks: list[Any] = []
     if mesh.rank == 0 and config.metrics.jsonl:
         sinks.append(JsonlSink(run_dir / "events.jsonl"))

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kforge_data import TokenShards, evaluation_batches
+from kforge_data import TokenStream, evaluation_batches
 from kforge_parallel import Mesh, find_world, launch, shard_rows, shutdown
+from kforge_train.build import open_heldout
 from kforge_train.config import JobConfig
 from kforge_train.engine import build_engine
 from kforge_train.errors import ConfigError, config_errors
@@ -23,7 +24,7 @@ from kforge_train.saved import fit_layout, load_run, restore_weights
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    source: TokenShards,
+    source: TokenStream,
     config: JobConfig,
     mesh: Mesh,
     max_rows: int = 0,
@@ -89,7 +90,7 @@ def evaluate_run(run_dir: Path, step: int | None = None, data: Path | None = Non
     if not folder:
         raise ConfigError(f"the run {run_dir} has no held-out text; name token shards with --data")
     with config_errors():
-        source = TokenShards(folder)
+        source = open_heldout(config.data, folder)
         config = replace(config, parallel=fit_layout(config.parallel, find_world().size))
         mesh = launch(config.parallel)
     try:

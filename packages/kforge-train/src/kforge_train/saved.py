@@ -32,7 +32,9 @@ def save_config(config: JobConfig) -> None:
         data=replace(
             data,
             train=_absolute(data.train),
+            mixture=tuple({**table, "path": _absolute(table["path"])} for table in data.mixture),
             heldout=_absolute(data.heldout),
+            cache=_absolute(data.cache),
             tokenizer=_absolute(data.tokenizer),
         ),
         ckpt=replace(config.ckpt, dir=_absolute(config.ckpt.dir), init_from=_absolute(config.ckpt.init_from)),

@@ -1,0 +1,94 @@
+"""Every kind of source is reached from a job, and what is read from it is what it holds."""
+
+import numpy as np
+import pytest
+from jobs import job, train, values
+
+from kforge_data import TokenShards, write_megatron
+from kforge_testing import run_ranks
+from kforge_train import ConfigError, JobConfig
+from kforge_train.build import check
+
+
+@pytest.fixture(scope="module")
+def copies(tokens, tmp_path_factory):
+    """The training tokens in every format, by name, with what must be said of it."""
+    folder = tmp_path_factory.mktemp("copies")
+    shards = TokenShards(tokens / "train")
+    ids = shards.read(0, shards.tokens)
+    np.save(folder / "t.npy", ids.astype(np.int32))
+    (folder / "raw").mkdir()
+    ids[:1000].astype(np.uint16).tofile(folder / "raw" / "0.bin")
+    ids[1000:].astype(np.uint16).tofile(folder / "raw" / "1.bin")
+    write_megatron(shards, folder / "m")
+    return {
+        "npy": {"data__train": str(folder / "t.npy"), "data__eos_id": 0},
+        "bin": {"data__train": str(folder / "raw"), "data__eos_id": 0, "data__dtype": "uint16"},
+        "megatron": {"data__train": str(folder / "m.idx")},
+        "mixture": {
+            "data__train": "",
+            "data__mixture": [{"name": "a", "path": str(tokens / "train")}],
+            "data__shuffle": False,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def losses(tokens, tmp_path_factory):
+    def of(**overrides):
+        folder = tmp_path_factory.mktemp("run")
+        config = job(tokens, folder, train__steps=3, data__cache=str(folder / "cache"), **overrides)
+        assert run_ranks(train, 1, config) == [0]
+        return values(folder, "loss")
+
+    return of
+
+
+@pytest.mark.parametrize("kind", ["npy", "megatron", "mixture", "bin"])
+def test_every_kind_of_source_trains_alike(copies, losses, kind):
+    shuffle = {"data__shuffle": False} if kind == "mixture" else {}  # its sources have orders of their own
+    expected, found = losses(**shuffle), losses(**copies[kind])
+    if kind == "bin":  # a document goes on in the second file as another one
+        assert found.keys() == expected.keys() and all(abs(found[k] - expected[k]) < 0.1 for k in found)
+    else:
+        assert found == expected
+
+
+def test_documents_of_a_file_without_their_end_are_one(copies, losses):
+    assert losses(**copies["npy"]) != losses(**{**copies["npy"], "data__eos_id": None})
+
+
+def test_a_changed_mixture_is_refused_or_accepted(tokens, tmp_path):
+    def run(steps, weight, **overrides):
+        mixture = [
+            {"name": "a", "path": str(tokens / "train")},
+            {"name": "b", "path": str(tokens / "heldout"), "weight": weight},
+        ]
+        return job(tokens, tmp_path, data__train="", data__mixture=mixture, train__steps=steps, **overrides)
+
+    assert run_ranks(train, 1, run(2, 1.0, ckpt__every_steps=2)) == [0]
+    with pytest.raises(Exception, match=r"weights from row 0 was .* and is "):
+        run_ranks(train, 1, run(3, 2.0))
+    assert run_ranks(train, 1, run(3, 2.0, data__accept_changed_data=True)) == [0]
+    assert sorted(values(tmp_path, "loss")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"data__train": "", "data__mixture": [{"name": "a", "path": "x"}]}, "data.mixture a: x is not a folder"),
+        ({"data__packing": "tight"}, "data.packing = 'tight' is not one of"),
+        ({"data__phases": [{"step": 2, "weights": {}}]}, "there is no data.mixture"),
+        ({"data__mixture": [{"name": "a", "path": "x"}]}, "data.train and data.mixture are both set"),
+    ],
+)
+def test_what_cannot_be(tokens, tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(job(tokens, tmp_path, **overrides), 1)
+
+
+def test_a_mixture_that_ends_too_soon_is_refused_before_the_run(tokens, tmp_path):
+    mixture = [{"name": "a", "path": str(tokens / "train"), "max_epochs": 1}]
+    config: JobConfig = job(tokens, tmp_path, data__train="", data__mixture=mixture, train__steps=10_000)
+    with pytest.raises(ConfigError, match="want 80000 rows, and the mixture ends after"):
+        check(config, 1)
