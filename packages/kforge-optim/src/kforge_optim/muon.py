@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from kforge_optim import split
-from kforge_optim._torch import foreach_copy_, sharded_dim
+from kforge_optim._torch import foreach_copy_, laid_out, sharded_dim
 from kforge_optim.algorithm import Rates, Slot, register_optimizer
 from kforge_optim.config import OptimConfig
 from kforge_optim.dealing import Bucket, Layout, Place, back, deal, in_flight, moved, there
@@ -273,7 +273,7 @@ def _row_zeros(weight: Tensor) -> Tensor:
     placements = [Replicate() if sharded_dim(one) == last else one for one in weight.placements]
     shape = torch.Size((*weight.shape[:-1], 1))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(zeros, weight.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return laid_out(zeros, weight.device_mesh, placements, shape, stride)
 
 
 def _put(old: Tensor, new: Tensor, accept: Tensor | None) -> None:
