@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import kforge_optim.muon as module
 from kforge_optim import Muon, OptimConfig, Optimizer, Rates, Slot, build_optimizer
-from kforge_optim._torch import laid_out
+from kforge_optim._torch import laid_out as on_mesh
 from kforge_optim.orthogonal import METHODS, NEWTON_SCHULZ, POLAR_EXPRESS
 from kforge_optim.sharding import local
 from kforge_testing import run_ranks
@@ -658,7 +658,7 @@ def test_one_exchange_a_mesh_dimension_each_way_and_none_for_whole_experts() -> 
 def _devices_of_states(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     shard = torch.empty(4, 6, device="meta")  # not where the mesh is, as shards that are kept off it
-    weight = nn.Parameter(laid_out(shard, mesh, [Shard(0)], torch.Size((8, 6)), (6, 1)), requires_grad=False)
+    weight = nn.Parameter(on_mesh(shard, mesh, [Shard(0)], torch.Size((8, 6)), (6, 1)), requires_grad=False)
     state = Muon(variance_beta=0.9).init_state(weight)
     assert state["row_variance"].placements == (Shard(0),) and state["row_variance"].shape == (8, 1)
     return [local(tensor).device.type for tensor in state.values()]
