@@ -31,6 +31,7 @@ import kforge_parallel.context
 import kforge_parallel.expert
 import kforge_parallel.mesh
 import kforge_parallel.partial_attention
+import kforge_parallel.pipeline
 import kforge_parallel.ring
 import kforge_parallel.tensor
 import kforge_train.engine
@@ -678,3 +679,95 @@ def ring_without_documents():
 @mutation("the balance loss sees the part of a row that a context rank has", "cp2", "experts")
 def balance_of_a_context_rank():
     kforge_parallel.expert._sum_over = lambda groups, counts: counts
+
+
+# ---------------------------------------------------------------------------------------------------- pipelines
+
+
+@mutation("weights are freed between the halves of a split backward", "shard2-pp2-zero", "deep-tied", "packed-6")
+def freed_under_zero_bubble():
+    kforge_parallel.build.keeps_gathered = lambda config, mesh: False
+
+
+@mutation("weights are freed between the halves of DualPipeV's backward", "shard2-pp2-dual", "deep-tied", "packed-6")
+def freed_under_dualpipev():
+    kforge_parallel.build.keeps_gathered = lambda config, mesh: False
+
+
+@mutation("a schedule divides gradients by the number of microbatches", "pp2", "deep-tied", "packed-3")
+def scale_grads_left_on():
+    torch_s = kforge_parallel.pipeline.pipelining
+    kforge_parallel.pipeline.pipelining = SimpleNamespace(
+        PipelineStage=torch_s.PipelineStage,
+        Schedule1F1B=lambda *args, **kw: torch_s.Schedule1F1B(*args, **{**kw, "scale_grads": True}),
+    )
+
+
+@mutation("stages take the rows of the first microbatch for all", "pp2", "deep", "packed-3")
+def rows_of_the_first_microbatch():
+    forward = kforge_parallel.pipeline.StageCall.forward
+    kforge_parallel.pipeline.StageCall.forward = lambda self, *hidden, number: forward(
+        self, *hidden, number=0 if hidden else number
+    )
+
+
+@mutation("both ends of a tied embedding keep their own gradient", "pp2", "deep-tied", "packed-3", "copies of embed.w")
+def ends_not_summed():
+    kforge_parallel.pipeline.Pipeline._sum_shared = lambda self: None
+
+
+@mutation("the head's part of a tied gradient is lost where one rank has both ends", "pp2-zbv", "deep-tied", "packed-3")
+def gradient_of_the_twin_lost():
+    kforge_parallel.pipeline.Pipeline._sum_shared = lambda self: None
+
+
+@mutation(
+    "the head of a rank with both ends keeps the first values of the embedding", "pp2-zbv", "deep-tied", "packed-3"
+)
+def values_of_the_twin_kept():
+    running = kforge_parallel.pipeline.Pipeline._running
+
+    def stale(self, *args):
+        kforge_parallel.pipeline.refresh_twins = lambda model: None
+        return running(self, *args)
+
+    kforge_parallel.pipeline.Pipeline._running = stale
+
+
+@mutation("the norm counts a tied embedding at both ends", "pp2", "deep-tied", "packed-3", "norm")
+def norm_counts_both_ends():
+    kforge_parallel.pipeline.Pipeline.copies = property(lambda self: {})
+
+
+@mutation("the norm takes stages for copies of one another", "pp2", "deep", "packed-3", "norm")
+def norm_takes_stages_for_copies():
+    total = kforge_optim.clip.total_norm
+    kforge_optim.clip.total_norm = lambda model, **kw: total(model, **{**kw, "stages": 1})
+
+
+@mutation("the loss is divided by stages that do not have it", "pp2", "deep", "packed-3", "loss")
+def loss_divided_by_stages():
+    part = kforge_train.engine.PipelineEngine._part
+    kforge_train.engine.PipelineEngine._part = lambda self, sums: part(self, sums) / self.mesh.pp_size
+
+
+@mutation("experts before the last stage have no losses of their own", "pp2", "deep-experts", "packed-3")
+def experts_of_early_stages_without_losses():
+    stage_of = kforge_train.engine.PipelineEngine._stage
+
+    def silent(self, stage, x, batch, scale):
+        return stage_of(self, stage, x, batch, scale if stage.head is not None else scale * 0)
+
+    kforge_train.engine.PipelineEngine._stage = silent
+
+
+@mutation(
+    "each stage moves its routers' biases by its own replica's load",
+    "shard2-pp2",
+    "deep-experts",
+    "packed-3",
+    "weights",
+)
+def bias_by_the_load_of_a_replica():
+    counted = kforge_model.transformer.Transformer._counted
+    kforge_model.transformer.Transformer._counted = lambda self, layers, _: counted(self, layers, None)
