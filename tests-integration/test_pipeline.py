@@ -79,6 +79,12 @@ JOURNEY = [
 """(processes, layout) of each step of one run."""
 
 
+def test_microbatches_need_not_divide_the_rows_of_a_step(tokens, tmp_path, whole):
+    config = job(tokens, tmp_path, **{**SHAPE, **STAGES, "optim__name": "muon", "data__microbatch_rows": 3})
+    assert run_ranks(train, 2, config, init=False) == [0, 0]
+    check_same(seen(tmp_path), whole["muon"])
+
+
 def test_a_checkpoint_goes_on_in_any_layout(tokens, tmp_path, whole):
     for step, (world, layout) in enumerate(JOURNEY, start=1):
         options = {**SHAPE, "optim__ema_decay": 0.5, **layout, "train__steps": step, "train__eval_every_steps": 0}

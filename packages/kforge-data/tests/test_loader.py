@@ -127,7 +127,7 @@ def test_c10_five_rows_in_steps_of_four(numbered: Make) -> None:
     script=st.lists(
         st.tuples(
             st.sampled_from([1, 2, 3, 4, 6, 12]),  # world
-            st.sampled_from([None, 1]),  # microbatch_rows
+            st.sampled_from([None, 1, 5]),  # microbatch_rows
             st.sampled_from([0, 1, 3]),  # workers
             st.sampled_from([12, 12, 24, 36]),  # global_rows
             st.integers(0, 4),  # steps until the next kill
@@ -402,6 +402,24 @@ def test_an_error_in_a_thread_is_raised_and_the_step_can_be_had_again(numbered: 
     loader.close()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_last_microbatch_of_a_step_has_what_is_left(numbered: Make, workers: int) -> None:
+    source, options = numbered(40), {"global_rows": 14, "world": 2, "shuffle": False, "workers": workers}
+    for rank in (0, 1):
+        whole = load(source, rank=rank, **options)
+        cut = load(source, rank=rank, microbatch_rows=3, **options)
+        more = load(source, rank=rank, microbatch_rows=9, **options)
+        for step in range(4):
+            (want,), parts, (all_of_it,) = whole.next(), cut.next(), more.next()
+            assert [len(part["input_ids"]) for part in parts] == [3, 3, 1]
+            for key in ("input_ids", "labels", "position_ids"):
+                assert torch.equal(torch.cat([part[key] for part in parts]), want[key])
+                assert torch.equal(all_of_it[key], want[key])
+            assert all(part["cu_seqlens"][-1] == part["input_ids"].numel() for part in parts), step
+        for loader in (whole, cut, more):
+            loader.close()
+
+
 def test_closing_ends_the_threads(numbered: Make) -> None:
     before = set(threading.enumerate())
     with load(numbered(100), workers=3) as loader:
@@ -420,8 +438,6 @@ def test_closing_ends_the_threads(numbered: Make) -> None:
         ({"global_rows": 10, "world": 4}, "by 4 data-parallel processes; set global_rows to 8 or 12"),
         ({"global_rows": 2, "world": 4}, "set global_rows to 4"),
         ({"global_rows": 8, "world": 4, "batch_phases": [(1, 6)]}, r"batch_phases\[0\].rows to 4 or 8"),
-        ({"global_rows": 8, "world": 2, "batch_phases": [(1, 6)], "microbatch_rows": 4}, "rows = 6; set micro.* to 3"),
-        ({"global_rows": 24, "world": 2, "microbatch_rows": 5}, "set microbatch_rows to 4"),
         ({"microbatch_rows": 0}, "microbatch_rows = 0"),
         ({"rank": 2, "world": 2}, "rank = 2 is not one of 2"),
         ({"workers": -1}, "workers = -1"),

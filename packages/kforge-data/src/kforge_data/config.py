@@ -53,7 +53,8 @@ class DataConfig:
     `tokens` (rounded up to whole steps), as [{tokens = 1000000, rows = 8}, {steps = 500, rows = 16}]; then global_rows.
     Rows come in the same order as ever. Empty: all steps have global_rows."""
     microbatch_rows: int | None = None
-    """Rows that one process sees in one forward pass. None: all that it has in a step (no accumulation)."""
+    """Rows that one process sees in one forward pass; in the last one of a step those that are left. None: all that it
+    has in a step (no accumulation)."""
     seed: int = 1
     """Chooses the order of rows. The order is a function of this seed and the position, of nothing else."""
     shuffle: bool = True

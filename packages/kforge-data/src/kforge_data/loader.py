@@ -42,8 +42,7 @@ class Loader:
         global_rows: G, rows of one optimizer step over all processes.
         rank, world: this process and how many there are. They may change at every resume.
         seed: chooses the order.
-        microbatch_rows: B, rows of one batch; None takes all of G/world. world * B must divide G, and the rows of
-            each phase.
+        microbatch_rows: B, rows of one batch, of which the last of a step has what is left; None takes all of G/world.
         batch_phases: (steps, rows of a step over all processes) that come first, one after the other; then G.
         shuffle: a new pseudo-random order for every epoch; False: rows as they lie.
         isolate_documents: positions restart and boundaries are given per document; False: a row is one text.
@@ -89,7 +88,8 @@ class Loader:
         self._isolate_documents, self._device = isolate_documents, torch.device(device)
         self._cu_lengths: dict[int, int | None] = {
             rows: cu_seqlens_length(source, row_tokens=row_tokens, microbatch_rows=rows) if isolate_documents else None
-            for rows in {microbatch_rows or rows // world for _, rows in self._size.sizes()}
+            for _, of_step in self._size.sizes()
+            for rows in _cut(of_step // world, microbatch_rows)
         }
         self._end = None if epochs is None else epochs * self._rows
         if isinstance(source, Mixture):
@@ -172,11 +172,8 @@ class Loader:
         first = self._base_position + self._size.before(step) - self._size.before(self._base_step)
         return first if self._end is None else min(first, self._end)
 
-    def _rows_a_batch(self, step: int) -> int:
-        return self._microbatch_rows or self._size.at(step) // self._world
-
     def _microbatches(self, step: int) -> int:
-        return self._size.at(step) // self._world // self._rows_a_batch(step)
+        return len(_cut(self._size.at(step) // self._world, self._microbatch_rows))
 
     def _take(self, step: int) -> Batch:
         """The next microbatch, which is one of ``step``; as many as that step has, and one a thread, are read ahead."""
@@ -198,8 +195,9 @@ class Loader:
         return this
 
     def _read(self, step: int, microbatch: int) -> Batch:
-        rows = self._rows_a_batch(step)
-        offset = self._rank * (self._size.at(step) // self._world) + microbatch * rows
+        rank_rows = self._size.at(step) // self._world
+        sizes = _cut(rank_rows, self._microbatch_rows)
+        rows, offset = sizes[microbatch], self._rank * rank_rows + sum(sizes[:microbatch])
         positions = self._first(step) + offset + np.arange(rows, dtype=np.int64)
         row_ids = np.full(rows, PADDING_ROW, np.int64)
         here = positions if self._end is None else positions[positions < self._end]
@@ -362,17 +360,14 @@ def _check_split(name: str, rows: int, rank: int, world: int, microbatch_rows: i
         raise ValueError(
             f"{name} = {rows} cannot be shared evenly by {world} data-parallel processes; set {name} to {choice}"
         )
-    rank_rows = rows // world
-    if microbatch_rows is None:
-        return
-    if microbatch_rows < 1:
+    if microbatch_rows is not None and microbatch_rows < 1:
         raise ValueError(f"microbatch_rows = {microbatch_rows} must be at least 1")
-    if rank_rows % microbatch_rows:
-        divisors = [n for n in range(1, min(rank_rows, microbatch_rows) + 1) if rank_rows % n == 0]
-        raise ValueError(
-            f"microbatch_rows = {microbatch_rows} does not divide the {rank_rows} rows that each of {world} processes "
-            f"has of {name} = {rows}; set microbatch_rows to {divisors[-1]}, or another divisor"
-        )
+
+
+def _cut(rows: int, most: int | None) -> list[int]:
+    """Sizes of the microbatches of a rank's rows of a step: ``most`` each, and what is left."""
+    size = most or rows
+    return [min(size, rows - start) for start in range(0, rows, size)]
 
 
 def _rows_or_error(source: Source, row_tokens: int) -> int:

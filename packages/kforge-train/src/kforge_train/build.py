@@ -89,13 +89,8 @@ def check(config: JobConfig, world_size: int) -> None:
             raise ConfigError(
                 f"data.{name} = {rows} cannot be shared evenly by {ranks} data ranks; use a multiple of {ranks}"
             )
-        micro = data.microbatch_rows
-        if micro is not None and (rows // ranks) % micro:
-            raise ConfigError(
-                f"data.microbatch_rows = {micro} does not divide the {rows // ranks} rows that each of "
-                f"{ranks} data ranks has in a step ({name} = {rows})"
-            )
-        check_layout(config.parallel, world_size, microbatches=rows // ranks // (micro or rows // ranks))
+        microbatches = math.ceil(rows / ranks / (data.microbatch_rows or rows))
+        check_layout(config.parallel, world_size, microbatches=microbatches)
     if axes["pp"] > 1 and config.model.mtp_depth and config.parallel.pp_schedule in _SPLIT:
         raise ConfigError(
             f"model.mtp_depth = {config.model.mtp_depth} cannot be with parallel.pp_schedule = "
