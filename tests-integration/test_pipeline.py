@@ -114,17 +114,13 @@ def score(rank, world, run_dir):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"model__mtp_depth": 1, "parallel__pp_schedule": "zbv"},
-            r"model\.mtp_depth = 1 cannot be with parallel\.pp_schedule = zbv, .* set pp_schedule to interleaved_1f1b",
-        ),
         ({"data__microbatch_rows": 8}, r"1f1b wants at least as many microbatches as its 2 stages, and a step has 1"),
         ({"parallel__pp_schedule": "dualpipev", "data__microbatch_rows": 4}, r"as its 4 stages, and a step has 2"),
         ({"parallel__pp_layers": (2, 2)}, r"parallel\.pp_layers = \[2, 2\] must be 2 numbers.* model\.n_layers = 5"),
         ({"parallel__accumulate": "sharded"}, r"parallel\.accumulate = sharded cannot be with parallel\.pp = 2"),
         ({"parallel__recompute": "full", "parallel__pp_schedule": "zbv"}, r"up to 7 times a microbatch"),
     ],
-    ids=["further", "1f1b", "dualpipev", "layers", "sharded", "recompute"],
+    ids=["1f1b", "dualpipev", "layers", "sharded", "recompute"],
 )
 def test_what_cannot_be_in_stages_is_refused_before_a_group_exists(tokens, tmp_path, options, words):
     from kforge_train.build import check

@@ -329,6 +329,7 @@ STAGES: list[tuple[str, str, tuple[str, ...]]] = [
     ("pp2-dual", "deep-tied", ("packed-6",)),
     *((layout, "deep8-tied", ("packed-3",)) for layout in ("pp2-loop4", "pp2-zero4")),
     *(("pp2-" + how, "deep", ("packed-3",)) for how in ("loop", "zero", "zbv")),
+    *(("pp2-" + how, "deep-further-tied", ("packed-6",)) for how in ("zero", "zbv", "dual")),
     *(("pp2-" + how, model, ("packed-3",)) for how in ("zero", "zbv") for model in ("deep-experts",)),
     *((layout, model, ("packed-3",)) for layout in ("pp2", "pp2-loop") for model in (*DEEP,) if model != "deep8-tied"),
     *((layout, "untied", ("fp32-3",)) for layout in ("pp2", "shard2-pp2")),

@@ -51,14 +51,16 @@ class Mutation:
     variant: str
     kind: str
     """What must differ: a kind of `kforge_parallel.testing`, or the words of the error that must come."""
+    possible: bool = True
+    """Whether it can be committed under this torch."""
 
 
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(what: str, layout: str, model: str = "untied", variant: str = "packed", kind: str = "gradients"):
+def mutation(what: str, layout: str, model: str = "untied", variant: str = "packed", kind: str = "gradients", **more):
     def register(function: Callable[[], None]) -> Callable[[], None]:
-        MUTATIONS[function.__name__.replace("_", "-")] = Mutation(what, function, layout, model, variant, kind)
+        MUTATIONS[function.__name__.replace("_", "-")] = Mutation(what, function, layout, model, variant, kind, **more)
         return function
 
     return register
@@ -684,12 +686,15 @@ def balance_of_a_context_rank():
 # ---------------------------------------------------------------------------------------------------- pipelines
 
 
-@mutation("weights are freed between the halves of a split backward", "shard2-pp2-zero", "deep-tied", "packed-6")
+SPLIT = {"possible": kforge_parallel.pipeline.SPLITS_BACKWARD}
+
+
+@mutation("weights are freed between the halves of a backward", "shard2-pp2-zero", "deep-tied", "packed-6", **SPLIT)
 def freed_under_zero_bubble():
     kforge_parallel.build.keeps_gathered = lambda config, mesh: False
 
 
-@mutation("weights are freed between the halves of DualPipeV's backward", "shard2-pp2-dual", "deep-tied", "packed-6")
+@mutation("weights are freed between DualPipeV's halves", "shard2-pp2-dual", "deep-tied", "packed-6", **SPLIT)
 def freed_under_dualpipev():
     kforge_parallel.build.keeps_gathered = lambda config, mesh: False
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from toy import IDS, Staged, Toy, fill, worst
 
+from kforge_parallel._torch import SPLITS_BACKWARD
 from kforge_testing import RankFailure, run_ranks
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
@@ -195,4 +196,4 @@ def test_recomputation_runs_a_block_twice_and_under_a_split_backward_more_often(
     """The reason why `check_schedule` refuses it there: the number grows with the parameters of a block."""
     assert run_ranks(recomputed, 2, {"recompute": "full"}) == [2, 2]
     for runs in run_ranks(recomputed, 2, {"recompute": "full", "pp_schedule": "zbv"}):
-        assert runs > 2.5
+        assert runs > 2.5 if SPLITS_BACKWARD else runs == 2

@@ -94,6 +94,13 @@ class Transformer(nn.Module):
         return self.config.tie_embeddings and self.embed is not None and self.head is not None
 
     @property
+    def whole_backward(self) -> bool:
+        """Whether its backward cannot be computed in two halves, inputs and then weights, as some pipelines do. With
+        further tokens it cannot: the gradient of the embedding comes through weights of other blocks, and torch would
+        run these twice."""
+        return len(self.mtp) > 0
+
+    @property
     def shape(self) -> dict[str, int | bool]:
         """Its sizes, as plain data (`model_shape`)."""
         return model_shape(self.config)

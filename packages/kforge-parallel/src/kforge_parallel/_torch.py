@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 # torch 2.13 renames these two and warns of the old names, which are the only ones that 2.11 has.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -118,6 +119,27 @@ def efficient_backward(
         grad, q, k, v, bias, out, lse, state, state, 0.0, [True, True, True, False], scale=scale
     )
     return dq, dk, dv
+
+
+SPLITS_BACKWARD = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether torch's pipelines compute gradients of weights apart for every model. Before 2.13 they fail where a weight
+enters a function of Python's own (`torch.autograd.Function`), and add up the gradients of its several outputs."""
+
+
+def begin_anew(unit: FSDPModule) -> None:
+    """Free what an FSDP unit has gathered, and let its next forward gather again. Where a unit has several modules and
+    one of them does not run (a tied embedding at the end of a pipeline), torch 2.11 waits for it: the unit stays in its
+    forward, frees nothing, and the next forward computes with old weights. Later versions do not wait. Stands in for
+    what ``FSDPModule.reshard`` does not do there."""
+    state: Any = unit._get_fsdp_state()
+    if state._modules_to_run_forward:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        state._modules_to_run_forward.clear()
+        for part in (state, getattr(state, "_fsdp_param_group", None)):
+            if part is not None:
+                part._training_state = TrainingState.IDLE
+    unit.reshard()
 
 
 def keep_donated_buffers() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from kforge_parallel._torch import no_greeting
+from kforge_parallel._torch import SPLITS_BACKWARD, begin_anew, no_greeting
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.fsdp import find_blocks
 from kforge_parallel.mesh import Mesh
@@ -256,7 +256,7 @@ class Pipeline:
                 stage.call = None
                 for module in stage.modules():
                     if isinstance(module, FSDPModule):
-                        module.reshard()
+                        begin_anew(module)
 
     def _rank(self, stage: int) -> int:
         return rank_of_stage(stage, self.mesh.pp_size, self.kind.v)
@@ -282,6 +282,7 @@ class Pipeline:
                     input_args=() if call.first else (hidden,),  # given, so that no trial forward is run
                     output_args=(loss.requires_grad_(),) if call.last else (hidden,),
                     group=self.group,
+                    dw_builder=None if SPLITS_BACKWARD and not self._whole_backward(call) else _all_done,
                 )
                 if self.kind.v:
                     no_greeting(stage)
@@ -291,6 +292,11 @@ class Pipeline:
             make = getattr(pipelining, self.kind.torch_name)
             self._schedules[key] = make(stages if several else stages[0], microbatches, **options)
         return self._schedules[key]
+
+    def _whole_backward(self, call: StageCall) -> bool:
+        """Whether a stage wants all its gradients at once. It may under any schedule: what is left for later is then
+        nothing."""
+        return bool(getattr(call.stage, "whole_backward", False))
 
     @torch.no_grad()
     def _sum_shared(self) -> None:
@@ -323,6 +329,11 @@ class Pipeline:
 def _loss(output: Tensor, _: Tensor) -> Tensor:
     """What the last stage gave, but another tensor: torch detaches a stage's output in place after its backward."""
     return output.clone()
+
+
+def _all_done() -> Callable[[], None]:
+    """What is left of a backward that was computed as a whole."""
+    return lambda: None
 
 
 def _local(tensor: Tensor) -> Tensor:

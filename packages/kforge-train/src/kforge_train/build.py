@@ -43,9 +43,6 @@ from kforge_train.engine import PlainEngine, build_engine
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.lock import RunLock
 
-_SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""Schedules of a pipeline that compute the gradients of weights apart."""
-
 
 @dataclass
 class Job:
@@ -91,12 +88,6 @@ def check(config: JobConfig, world_size: int) -> None:
             )
         microbatches = math.ceil(rows / ranks / (data.microbatch_rows or rows))
         check_layout(config.parallel, world_size, microbatches=microbatches)
-    if axes["pp"] > 1 and config.model.mtp_depth and config.parallel.pp_schedule in _SPLIT:
-        raise ConfigError(
-            f"model.mtp_depth = {config.model.mtp_depth} cannot be with parallel.pp_schedule = "
-            f"{config.parallel.pp_schedule}, which computes the gradients of weights apart: that of the embedding "
-            "comes through other weights there, which torch would run twice; set pp_schedule to interleaved_1f1b"
-        )
     try:
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     except (OSError, ValueError) as error:
