@@ -238,9 +238,17 @@ def integration(session: nox.Session) -> None:
 @nox.session(requires=["build"])
 @timed
 def parity(session: nox.Session) -> None:
-    """Every layout against one process, and faults that must be found (KFORGE_KEEP=1 keeps both in benchmarks/)."""
+    """Layouts of up to 8 processes against one process, and faults that must be found."""
     install(session, *(with_extra(package) for package in PACKAGES), str(wheel("kforge-testing")))
     pytest(session, PARITY, "-m", "not gpu", *SIDE_BY_SIDE)
+
+
+@nox.session(requires=["build"])
+@timed
+def parity_full(session: nox.Session) -> None:
+    """The same with every layout, up to 32 processes, in every variant (KFORGE_KEEP=1 keeps both in benchmarks/)."""
+    install(session, *(with_extra(package) for package in PACKAGES), str(wheel("kforge-testing")))
+    pytest(session, PARITY, "-m", "not gpu", *SIDE_BY_SIDE, env={"KFORGE_PARITY": "full"})
 
 
 @nox.session(requires=["build"])

@@ -5,6 +5,7 @@ A new axis is new rows here: its layouts, and the models and variants that they 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -386,6 +387,18 @@ TABLE: list[tuple[str, str, tuple[str, ...]]] = [
 """(layout, model, variants): each line is one start of processes, which run its variants one after the other."""
 
 
+MOST = {4: 2, 8: 1}
+"""Processes -> variants of a line that a short run takes, the first ones; 3 where it does not say."""
+LARGE = ("shard2-cp2-tp2-pp2",)
+"""Layouts of more than 8 processes that a short run takes."""
+
+
+def short(table: list[tuple[str, str, tuple[str, ...]]]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The part of a table that is run unless all of it is asked for: minutes on two cores."""
+    lines = [line for line in table if world_of(line[0]) <= 8 or line[0] in LARGE]
+    return [(layout, model, variants[: MOST.get(world_of(layout), 3)]) for layout, model, variants in lines]
+
+
 def axes_of(layout: str) -> dict[str, int]:
     """The sizes of a layout's axes, those of 1 left out."""
     return {name: size for name, size in LAYOUTS[layout].items() if name in AXES and size > 1}
@@ -410,3 +423,7 @@ def counts() -> dict[str, int]:
     for layout, _, variants in TABLE:
         found[class_of(layout)] = found.get(class_of(layout), 0) + len(variants)
     return found
+
+
+CHOSEN = TABLE if os.environ.get("KFORGE_PARITY") == "full" else short(TABLE)
+"""What is run: all of it in `nox -s parity_full`."""

@@ -1,6 +1,6 @@
 """benchmarks/results/parity.json and mutation.json: what was proven, by how much, and at which commit.
 
-KFORGE_KEEP=1 nox -s parity        # writes both anew, after all tests have passed
+KFORGE_KEEP=1 nox -s parity_full   # writes both anew, after all tests have passed
 """
 
 from __future__ import annotations
