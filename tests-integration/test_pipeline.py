@@ -8,6 +8,7 @@ from kforge_testing import run_ranks
 from kforge_train import ConfigError
 
 SHAPE = {
+    "model__vocab_size": 64,  # a multiple of tp
     "model__n_layers": 5,
     "model__tie_embeddings": True,
     "data__microbatch_rows": 1,
@@ -70,11 +71,11 @@ def sum_of_parameters(config):
 
 JOURNEY = [
     (2, STAGES),
-    (1, {}),
-    (2, {"parallel__dp_shard": 2}),
+    (2, {"parallel__tp": 2}),
+    (4, {"parallel__cp": 2, "parallel__dp_shard": 2}),
     (2, {**STAGES, "parallel__pp_schedule": "zbv"}),
+    (1, {}),
     (4, {"parallel__pp": 2, "parallel__dp_shard": 2, "parallel__pp_schedule": "interleaved_zero_bubble"}),
-    (2, {"parallel__dp_shard": 1, "parallel__dp_replicate": 2}),
 ]
 """(processes, layout) of each step of one run."""
 

@@ -85,6 +85,8 @@ def test_what_cannot_be_compared_is_said():
         compare(ParallelConfig(), lambda: Toy(), batch=comparable.BATCH, loss=comparable.loss)
     with pytest.raises(ValueError, match=r"cannot be cut into 8 microbatches"):
         toy(ParallelConfig(dp_shard=4), microbatches=2)
+    with pytest.raises(ValueError, match=r"pp = 2, and loss\(model, …\) wants the whole model"):
+        toy(ParallelConfig(pp=2))
     with pytest.raises(ValueError, match=r"precision = 'bf16' has no limits"):
         toy(ParallelConfig(), precision="bf16")
 

@@ -221,7 +221,7 @@ def compare(
     """Train ``model`` in a layout and on one plain process, on CPU, and compare all that comes out.
 
     layout: how many processes are started is the product of its axes, -1 counting as 1; ``recompute``, ``compile``
-        and whatever else it says is done in the layout only. Its precision and device are not used.
+        and whatever else it says is done in the layout only. Its precision and device are not used; pp must be 1.
     model: builds the model; a class or a function at the top of a module, as it is sent to other processes. Under the
         layout it goes through `parallelize`; on one process it is used as it is.
     batch: name -> tensor with the rows of the whole batch on dimension 0; floating-point ones are brought to the
@@ -251,6 +251,11 @@ def compare(
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     sizes = {name: max(1, getattr(layout, name)) for name in axes}
     layout = replace(layout, **sizes, precision=precision, device="cpu")  # type: ignore[arg-type]
+    if sizes["pp"] > 1:
+        raise ValueError(
+            f"the layout has pp = {sizes['pp']}, and loss(model, …) wants the whole model, which no process has there; "
+            "compare the layout with pp = 1, and the losses and gradients of a `Pipeline` with those of a plain model"
+        )
     if isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__} already; pass the class, or a function that builds it")
     if not isinstance(batch, Mapping) or not all(isinstance(t, Tensor) and t.ndim for t in batch.values()) or not batch:
