@@ -157,6 +157,30 @@ def test_a_model_in_one_piece_is_no_pipeline():
         run_ranks(in_one_piece, 1)
 
 
+def twice(rank, world, options):
+    """Gradients of one call, and of two without anything between them."""
+    from kforge_parallel import ParallelConfig, Pipeline, launch, parallelize
+    from kforge_parallel.fsdp import full
+
+    mesh = launch(ParallelConfig(precision="fp64", dp_shard=1, pp=2, **options))
+    model = parallelize(lambda: Staged(True), mesh, init=fill, gradients="sum")
+    pipeline, found = Pipeline(model, mesh), []
+    for _ in range(2):
+        pipeline.train(call, [(len(ROWS[part]), 6, 6) for part in PARTS])
+        found.append({name: full(p.grad) for name, p in model.named_parameters()})
+    try:
+        pipeline.train(call, [(2, 6, 6), (2, 5, 6)])
+    except ValueError as error:
+        return found, str(error)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_gradients_add_up_over_calls(schedule):
+    for (once, both), said in run_ranks(twice, 2, {"pp_schedule": schedule}):
+        assert worst(both, {name: 2 * grad for name, grad in once.items()}) < 1e-14
+        assert "alike but for the rows" in said
+
+
 def failing(rank, world):
     from kforge_parallel import ParallelConfig, Pipeline, launch, parallelize
 

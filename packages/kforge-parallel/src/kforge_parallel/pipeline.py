@@ -201,17 +201,20 @@ class Pipeline:
         return (rows, tokens // self.mesh.tp_size if self.config.sequence_parallel else tokens, dim)
 
     def train(self, call: Call, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Forward and backward of a step's microbatches, their gradients added up in ``.grad``.
+        """Forward and backward of a step's microbatches, their gradients added up in ``.grad``, to what is there.
 
         shapes: of the hidden states of each, all alike but for the rows. Returns the losses, in order, where the last
-        stage is, and nothing elsewhere.
+        stage is, and nothing elsewhere. Raises ValueError for shapes that differ in more.
         """
         numbers = torch.arange(len(shapes))
         losses: list[Tensor] = []
+        before = self._set_aside()
         with self._running(call, shapes) as most:
             schedule = self._schedule(len(shapes), most)
             schedule.step(microbatch=numbers, target=numbers, losses=losses, return_outputs=False)
         self._sum_shared()
+        for parameter, grad in before:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
@@ -245,6 +248,8 @@ class Pipeline:
     @contextmanager
     def _running(self, call: Call, shapes: Sequence[Shape]) -> Iterator[Shape]:
         """The stages know what to compute, and hold no gathered weights afterwards. Yields the shape that is sent."""
+        if len({shape[1:] for shape in shapes}) != 1:
+            raise ValueError(f"shapes = {list(shapes)} must be of one microbatch or more, and alike but for the rows")
         refresh_twins(self.model)
         for stage in self.stages.calls:
             stage.call, stage.rows = call, [shape[0] for shape in shapes]
@@ -297,6 +302,15 @@ class Pipeline:
         """Whether a stage wants all its gradients at once. It may under any schedule: what is left for later is then
         nothing."""
         return bool(getattr(call.stage, "whole_backward", False))
+
+    def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take away the gradients that shared parameters have from a call before: those are sums already."""
+        own = {call.number for call in self.stages.calls}
+        here = [self.model.get_parameter(name) for name, ends in self.stages.shared.items() if own & set(ends)]
+        kept = [(parameter, parameter.grad) for parameter in here if parameter.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
 
     @torch.no_grad()
     def _sum_shared(self) -> None:
