@@ -24,7 +24,7 @@ TOP_LEVEL = {
     *("noxfile.py", "pyproject.toml", "README.md", "LICENSE", ".gitignore", ".ci"),
 }
 SESSIONS = {
-    *("lint", "types", "tests", "integration", "chaos", "parity", "mutation"),
+    *("lint", "types", "tests", "integration", "chaos", "parity", "parity_full", "mutation"),
     *("gpu", "torch211", "build", "lowest", "matrix", "bench", "quickstart"),
 }
 
