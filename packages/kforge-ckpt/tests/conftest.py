@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -38,8 +39,6 @@ class S3:
         from werkzeug.serving import WSGIRequestHandler, make_server
 
         class Handler(WSGIRequestHandler):
-            protocol_version = "HTTP/1.1"
-
             def log_request(self, *_: object) -> None:
                 """Nothing."""
 
@@ -59,10 +58,7 @@ class S3:
         request = Request(environ)
         self.requests.append(request)
         planted = self.fault(request)
-        if planted is None:
-            return self._moto(environ, start)
-        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        return planted(environ, start)
+        return self._moto(environ, start) if planted is None else planted(environ, start)
 
     def moto(self, change: Callable[[list[tuple[str, str]], bytes], Iterable[bytes]]) -> Wsgi:
         """Moto's answer, its body changed; its headers go out as they are, and the connection is closed."""
@@ -75,24 +71,43 @@ class S3:
 
         return answer
 
+    def pass_on(self, environ: dict[str, Any]) -> Iterable[bytes]:
+        """Moto's answer, which nobody gets."""
+        environ["passed_on"] = True
+        return self._moto(environ, lambda *_: None)
+
+    @staticmethod
+    def hang_up(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        """No answer: the connection is closed. (Not to a request with a body: aiohttp would repeat that without it.)"""
+        assert environ["REQUEST_METHOD"] in ("GET", "HEAD", "DELETE")
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        raise ConnectionAbortedError
+
     @staticmethod
     def error(status: int, code: str, message: str = "planted") -> Wsgi:
         """An error as S3 has them."""
 
         def answer(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+            if not environ.get("passed_on"):
+                whole = environ.get("wsgi.input_terminated")
+                environ["wsgi.input"].read(*([] if whole else [int(environ.get("CONTENT_LENGTH") or 0)]))
             body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body))), ("Connection", "close")]
+            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
             start(f"{status} {code}", headers)
             return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
         return answer
 
-    def names(self) -> list[str]:
-        """The names in the bucket, asked of moto itself."""
+    def backend(self) -> Any:
+        """Moto's store itself."""
         from moto.core import DEFAULT_ACCOUNT_ID
         from moto.s3.models import s3_backends
 
-        return sorted(s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[self.bucket].keys.keys())
+        return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+
+    def names(self) -> list[str]:
+        """The keys in the bucket."""
+        return sorted(self.backend().buckets[self.bucket].keys.keys())
 
     def close(self) -> None:
         self._server.shutdown()

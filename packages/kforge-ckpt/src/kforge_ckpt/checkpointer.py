@@ -125,6 +125,7 @@ class Checkpointer:
         self._agreement = Agreement()
         self._damaged: set[int] = set()
         self._lock: FolderLock | Lease | None = None
+        self._abandoned: weakref.finalize[..., Any] | None = None
         self._saving = Background()
         self._tidying = Background()
         self._staging: Staging | None = None
@@ -264,13 +265,15 @@ class Checkpointer:
                 self._process.close()
                 self._process = None
             if self._lock is not None:
+                assert self._abandoned is not None
+                self._abandoned.detach()
                 self._lock.release()
                 self._lock = None
 
     def _stage(self, step: int) -> str:
         if self._lock is None:
             self._lock = lock(self.dir)
-            weakref.finalize(self, self._lock.release)
+            self._abandoned = weakref.finalize(self, self._lock.drop)
         left = commit.leftovers(self.dir)
         folder = commit.stage(self.dir, step)
         if left:

@@ -114,7 +114,8 @@ def stage(root: Place, step: int) -> Place:
 def leftovers(root: Place) -> list[Place]:
     """What dead saves and deletions left behind, by its exact form of name."""
     if isinstance(root, RemotePath):
-        return [root / name for name, size in entries(root).items() if size is None and _is_left(root / name)]
+        names = {name for name, size in entries(root).items() if size is None} | root.unfinished()
+        return [root / name for name in sorted(names) if _is_left(root / name)]
     if not root.is_dir():
         return []
     found: list[Place] = [

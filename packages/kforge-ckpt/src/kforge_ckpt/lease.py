@@ -12,11 +12,14 @@ no two saves share a folder, so nothing of one gets into the other.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import queue
 import secrets
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 from kforge_ckpt.errors import CheckpointError
@@ -32,10 +35,30 @@ BEATS = 3
 _held: dict[RemotePath, tuple[Lease, int]] = {}
 """Folder -> its lease, and how many of this process hold it."""
 _guard = threading.Lock()
+_dropped: queue.SimpleQueue[Lease] = queue.SimpleQueue()
+"""Leases to be released as soon as somebody may wait."""
+
+
+def _release_dropped() -> None:
+    while True:
+        try:
+            lease = _dropped.get_nowait()
+        except queue.Empty:
+            return
+        lease.release()
+
+
+@atexit.register
+def _release_all() -> None:
+    _release_dropped()
+    for lease, count in list(_held.values()):
+        for _ in range(count if lease.process == os.getpid() else 0):
+            lease.release()
 
 
 def hold(root: RemotePath) -> Lease:
     """The lease of a folder; a process may hold it several times. Raises CheckpointError when another one has it."""
+    _release_dropped()
     with _guard:
         lease, count = _held.get(root, (None, 0))
         if lease is None or lease.process != os.getpid():
@@ -66,8 +89,8 @@ class Lease:
 
     def _content(self) -> bytes:
         self._beat += 1
-        about = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "beat": self._beat}
-        return (json.dumps(about) + "\n").encode()
+        where = {"host": socket.gethostname(), "pid": os.getpid(), "space": _space()}
+        return (json.dumps({"id": self._id, "beat": self._beat, **where}) + "\n").encode()
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -93,6 +116,9 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._stop.wait(BEAT):
+            _release_dropped()
+            if self._stop.is_set():
+                return
             try:
                 self.check()
                 self._object.write_bytes(self._content())
@@ -108,6 +134,10 @@ class Lease:
                 "had not been heard of; this one does not save there any more"
             )
 
+    def drop(self) -> None:
+        """`release`, but not now: for the garbage collector, which may come while this module holds its lock."""
+        _dropped.put(self)
+
     def release(self) -> None:
         """Let go of it; others need not wait."""
         with _guard:
@@ -119,7 +149,8 @@ class Lease:
                 return
             del _held[self._root]
         self._stop.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         try:
             found = self._read()
             if found is not None and found.get("id") == self._id:
@@ -129,10 +160,11 @@ class Lease:
 
 
 def _is_gone(found: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this host that is no more. (Containers that share a host name have process
-    numbers of their own: there, one that cannot be seen may be alive, and its renewals are what counts.)"""
-    if found.get("host") != socket.gethostname() or not isinstance(found.get("pid"), int):
+    """Whether the holder was this process, or one whose number would be seen here, and is not."""
+    if not found.get("space") or found["space"] != _space() or not isinstance(found.get("pid"), int):
         return False
+    if found["pid"] == os.getpid():
+        return True
     try:
         os.kill(found["pid"], 0)
     except ProcessLookupError:
@@ -140,3 +172,11 @@ def _is_gone(found: dict[str, Any]) -> bool:
     except OSError:
         return False
     return False
+
+
+def _space() -> str:
+    """What tells where process numbers mean the same: this boot of the host, and the container. Empty: not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

@@ -54,6 +54,10 @@ class FolderLock:
     def check(self) -> None:
         """It cannot be lost."""
 
+    def drop(self) -> None:
+        """`release`, for the garbage collector."""
+        self.release()
+
     def release(self) -> None:
         """Let go of it; once is enough."""
         if self._key is None:

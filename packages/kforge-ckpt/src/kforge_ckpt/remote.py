@@ -44,14 +44,13 @@ class Store:
             raise CheckpointError(
                 f"{redacted(url)} needs the package fsspec: python -m pip install 'kforge-ckpt[remote]'"
             ) from None
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        options: dict[str, Any] = {"use_listings_cache": False}
         if protocol in ("s3", "s3a"):
             # Repeating is done here, and only here.
             options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "connect_timeout": 10}
         if protocol == "memory":
             options = {}
         try:
-            kind = fsspec.get_filesystem_class(protocol)
             self.fs, self.root = fsspec.core.url_to_fs(url, **options)
         except ImportError:
             package = _PACKAGES.get(protocol, protocol)
@@ -61,7 +60,7 @@ class Store:
             ) from None
         except Exception as error:
             raise CheckpointError(f"{redacted(url)} cannot be opened: {retrying.describe(error)}") from None
-        self.is_s3 = "s3" in (kind.protocol if isinstance(kind.protocol, tuple) else (kind.protocol,))
+        self.is_s3 = self.fs.protocol == "s3" or "s3" in tuple(self.fs.protocol)
         if self.is_s3:
             self.fs.retries = 1
 
@@ -145,7 +144,9 @@ class RemotePath:
         return int(self._ask("looking at", "info", self.key)["size"])
 
     def read_bytes(self) -> bytes:
-        return bytes(self._ask("reading", "cat_file", self.key))
+        # s3fs would ask for the size first, to read in several requests.
+        how = {"max_concurrency": 1} if self.store.is_s3 else {}
+        return bytes(self._ask("reading", "cat_file", self.key, **how))
 
     def write_bytes(self, data: bytes) -> None:
         """Make an object, or replace it, whole and at once."""
@@ -163,6 +164,8 @@ class RemotePath:
             self._ask("writing", "pipe_file", self.key, data, mode="create")
         except FileExistsError:
             return False
+        except FileNotFoundError:
+            raise self._nowhere() from None
         except CheckpointError as error:
             if "412" in str(error) or "PreconditionFailed" in str(error):
                 return False
@@ -180,16 +183,28 @@ class RemotePath:
         """Delete all that is below, unfinished uploads to S3 too."""
         with suppress(FileNotFoundError):
             self._ask("deleting", "rm", self.key, recursive=True)
-        if self.store.is_s3:
-            self._abort_uploads()
-
-    def _abort_uploads(self) -> None:
-        bucket, prefix, _ = self.store.fs.split_path(self.key)
-        found = self._ask("listing uploads to", "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-        for one in found.get("Uploads", []):
-            names = {"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]}
+        for key, upload in self._unfinished():
+            names = {"Bucket": self.store.fs.split_path(self.key)[0], "Key": key, "UploadId": upload}
             with suppress(FileNotFoundError):
                 self._ask("aborting an upload to", "call_s3", "abort_multipart_upload", **names)
+
+    def unfinished(self) -> set[str]:
+        """The names below which S3 holds parts of uploads that did not end; they are in no listing."""
+        prefix = self.store.fs.split_path(self.key)[1] if self.store.is_s3 else ""
+        return {key[len(prefix) + 1 :].partition("/")[0] for key, _ in self._unfinished()}
+
+    def _unfinished(self) -> list[tuple[str, str]]:
+        """Key and number of each unfinished upload below. Who may not ask is not told of any."""
+        if not self.store.is_s3:
+            return []
+        bucket, prefix, _ = self.store.fs.split_path(self.key)
+        where = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+        try:
+            found = self._ask("listing uploads below", "call_s3", "list_multipart_uploads", **where)
+        except (FileNotFoundError, CheckpointError) as error:
+            retrying.logger.info("%s", error)
+            return []
+        return [(one["Key"], one["UploadId"]) for one in found.get("Uploads", [])]
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """The object as a file; only the ranges that are read are asked for."""

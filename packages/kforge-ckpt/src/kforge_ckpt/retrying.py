@@ -29,7 +29,7 @@ class Patience:
     (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter, "full jitter")."""
     longest_pause: float = 20.0
     """Where the doubling ends, in seconds."""
-    timeout: float = 120.0
+    timeout: float = 60.0
     """After how many seconds without its whole answer an attempt is given up."""
 
 
@@ -45,10 +45,11 @@ _DENIED = {
     "TokenRetrievalError",
 }
 _NAMES = {
-    *("HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseStreamingError", "ResponseParserError"),
+    *("HTTPClientError", "IncompleteReadError", "ResponseStreamingError", "ResponseParserError"),  # botocore
+    *("FlexibleChecksumError", "ConnectionError"),
     *("ClientConnectionError", "ClientPayloadError", "ServerDisconnectedError"),  # aiohttp
-    *("IncompleteRead", "RemoteDisconnected", "ProtocolError", "ServiceRequestError", "ServiceResponseError"),
-    *("TransportError",),
+    *("IncompleteRead", "RemoteDisconnected", "ProtocolError", "TransportError"),  # http, urllib3, google
+    *("ServiceRequestError", "ServiceResponseError"),  # azure
 }
 """Classes of the libraries below fsspec, none of which is imported here."""
 
@@ -105,12 +106,11 @@ def is_passing(error: BaseException) -> bool:
     chain = list(_chain(error))
     if any(isinstance(one, (TimeoutError, ConnectionError, CutShort)) for one in chain):
         return True
+    if any(kind.__name__ in _NAMES for one in chain for kind in type(one).__mro__):
+        return True
     if (status := status_of(error)) is not None:
         return status in _STATUS
-    return any(
-        (isinstance(one, OSError) and one.errno in _ERRNO) or any(kind.__name__ in _NAMES for kind in type(one).__mro__)
-        for one in chain
-    )
+    return any(isinstance(one, OSError) and one.errno in _ERRNO for one in chain)
 
 
 def patiently(what: str, work: Callable[[], T]) -> T:
