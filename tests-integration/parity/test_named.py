@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from cases import LIMIT_S, VARIANTS, Variant, world_of
 from torch.distributed.tensor import DTensor
-from worker import SEED, build, model_config, optim_config, parallel_config, start, weights_of, window
+from worker import SEED, build, model_config, of_all_stages, optim_config, parallel_config, start, weights_of, window
 
 from kforge_ckpt import Checkpointer
 from kforge_model import Transformer, num_parameters
 from kforge_optim import build_optimizer, clip
 from kforge_testing import run_ranks as run_ranks_within
-from kforge_train.engine import PlainEngine
+from kforge_train.engine import PlainEngine, build_engine
 
 run_ranks = partial(run_ranks_within, timeout_s=LIMIT_S)
 
@@ -27,10 +27,10 @@ def worst(a, b):
 
 def step_of_sgd(model, mesh, variant):
     """Loss and norm of one step at a rate of 0.1."""
-    engine = PlainEngine(model, mesh)
+    engine = build_engine(model, mesh)
     batches = window(0, variant, mesh.data_rank, mesh.data_size)
     loss = engine.forward_backward(batches, 1.0 / engine.scored_tokens(batches))
-    norm = clip.total_norm(model)
+    norm = clip.total_norm(model, stages=mesh.pp_size, stages_holding=engine.copies)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     model.zero_grad()
     dist.all_reduce(loss)
@@ -46,11 +46,11 @@ def accumulate(rank, world, layout, counts):
     for count in counts:
         variant = Variant(accumulate=count)
         model = build(layout, "untied", variant, mesh)
-        results.append((*step_of_sgd(model, mesh, variant), weights_of(model)))
+        results.append((*step_of_sgd(model, mesh, variant), of_all_stages(weights_of(model), mesh)))
     return results
 
 
-@pytest.mark.parametrize("layout", ["one", "shard2", "rep2", "tp2"])
+@pytest.mark.parametrize("layout", ["one", "shard2", "rep2", "tp2", "pp2-gpipe"])
 def test_c17_accumulation_shrinks_no_gradient(layout):
     """One SGD step from 1, 3 and 6 microbatches of each rank, with unequal numbers of scored tokens."""
     ((loss, norm, weights),) = run_ranks(accumulate, 1, "one", [1])[0]
