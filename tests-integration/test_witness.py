@@ -1,6 +1,7 @@
 """No accepted key is ignored. Each field of a job, changed alone, changes what is built or is an error."""
 
 import dataclasses
+import multiprocessing
 import signal
 import threading
 from pathlib import Path
@@ -176,6 +177,7 @@ BASE = {
         {"data__mixture": TWO, "data__train": ""},
         '[{"step": 1, "weights": {"a": 0}}, {"step": 2, "weights": {"a": 1, "b": 9}}]',
     ),
+    "data.worker_kind": ({"data__workers": 1}, "fork"),
     "data.cache": ({"data__packing": "best_fit"}, "HERE/plans"),
 }
 # What the error says, where a value other than the first cannot be had here.
@@ -268,6 +270,7 @@ def facets(config, run_dir):
 
         def next_window():
             window = step()
+            seen["processes"] = len(multiprocessing.active_children())
             seen["readers"] = sum("kforge" in thread.name for thread in threading.enumerate())
             return window
 
@@ -310,6 +313,7 @@ def facets(config, run_dir):
 
 
 def watch(rank, world, config):
+    multiprocessing.current_process()._config["daemon"] = False  # it may have workers of its own
     return facets(config, config.train.run_dir)
 
 

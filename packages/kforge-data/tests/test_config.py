@@ -22,6 +22,7 @@ A = {"name": "a", "path": "shards"}
         ({"microbatch_rows": 0}, "data.microbatch_rows = 0"),
         ({"workers": -1}, "data.workers = -1"),
         ({"packing": "tight"}, "data.packing = 'tight' is not one of cut, best_fit, truncate"),
+        ({"worker_kind": "fibre"}, "data.worker_kind = 'fibre' is not one of thread, fork, spawn"),
         ({"mixture_by": "rows"}, "data.mixture_by = 'rows'"),
         ({"mixture_temperature": 0.0}, "data.mixture_temperature = 0.0"),
         ({"train": "x", "mixture": (A,)}, "both set"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -201,7 +204,7 @@ def test_the_state_is_a_few_numbers(numbered: Make) -> None:
     loader.next()
     state = loader.state_dict()
     assert len(json.dumps(state)) < 600
-    assert state.pop("batch_phases") == [] and state.pop("source")["tokens"] == 80
+    assert state.pop("batch_phases") == state.pop("quarantined") == [] and state.pop("source")["tokens"] == 80
     assert all(isinstance(value, int | str | bool) for value in state.values())
     loader.close()
 
@@ -420,6 +423,70 @@ def test_the_last_microbatch_of_a_step_has_what_is_left(numbered: Make, workers:
             loader.close()
 
 
+@pytest.mark.parametrize(("kind", "workers"), [("fork", 2), ("spawn", 1)])  # to spawn one takes seconds
+def test_processes_give_what_threads_do(numbered: Make, kind: str, workers: int) -> None:
+    """Several microbatches a step, a resume in the middle, an end inside a step; nothing is left running."""
+    source = numbered(21)
+    options = {"global_rows": 8, "microbatch_rows": 2, "epochs": 2, "batch_phases": [(2, 4)]}
+    expected = [seen(window) for window in load(source, **options)]
+    with load(source, **options, workers=workers, worker_kind=kind) as loader:
+        found = [seen(loader.next()) for _ in range(3)]
+        if kind == "fork":
+            state = loader.state_dict()
+            loader.next()
+            loader.load_state_dict(state)
+        found += [seen(window) for window in loader]
+    assert found == expected
+    assert not multiprocessing.active_children()
+
+
+class _Broken(TokenShards):
+    """Raises at one row, and dies at another."""
+
+    def read_rows(self, row_ids: Any, row_tokens: int) -> Any:
+        if 7 in row_ids:
+            raise OSError("the disk is gone")
+        if 5 in row_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read_rows(row_ids, row_tokens)
+
+
+@pytest.mark.parametrize(("row", "message"), [(7, "the disk is gone"), (5, "worker .* (killed|exited)")])
+def test_a_worker_that_fails_or_dies_is_an_error(numbered: Make, row: int, message: str) -> None:
+    source = _Broken(numbered(10).path)
+    with load(source, shuffle=False, global_rows=1, workers=2, worker_kind="fork") as loader:
+        loader.quarantine({5, 7} - {row})
+        with pytest.raises((OSError, RuntimeError), match=message):
+            for _ in range(10):
+                loader.next()
+        assert loader.position <= row  # a death is told as soon as it is known
+        loader.quarantine([row])
+        rest = range(loader.position, 10)
+        assert [seen(loader.next()) for _ in rest] == [[i] if i not in (5, 7) else [] for i in rest]
+    assert not multiprocessing.active_children()
+
+
+def test_quarantined_rows_are_padding_and_move_nothing(numbered: Make) -> None:
+    source = numbered(20)
+    straight, _ = step_of(source, 1, None, 10)
+    loader = load(source)
+    bad = [straight[1][0], straight[3][1]]
+    assert loader.rows_of(range(1, 2)).tolist() == straight[1]
+    assert seen(loader.next()) == straight[0]
+    loader.quarantine(bad[::-1])
+    loader.quarantine(bad[:1])
+    (batch,) = loader.next()
+    assert batch["row_ids"].tolist() == [straight[1][1], -1]
+    assert (batch["labels"][1] == -100).all()
+    state = loader.state_dict()
+    assert state["quarantined"] == sorted(bad)
+    again = load(source, world=1, workers=2)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    expected = [[row for row in rows if row not in bad] for rows in straight[2:]]
+    assert [seen(again.next()) for _ in range(8)] == expected
+    again.close()
+
+
 def test_closing_ends_the_threads(numbered: Make) -> None:
     before = set(threading.enumerate())
     with load(numbered(100), workers=3) as loader:
@@ -485,9 +552,10 @@ def test_evaluation_sizes_that_cannot_be(numbered: Make) -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_it_is_the_same(numbered: Make) -> None:
+@pytest.mark.parametrize("kind", ["thread", "spawn"])
+def test_on_the_gpu_it_is_the_same(numbered: Make, kind: str) -> None:
     source = numbered(64)
-    there = load(source, device="cuda", global_rows=8, microbatch_rows=2, workers=2)
+    there = load(source, device="cuda", global_rows=8, microbatch_rows=2, workers=2, worker_kind=kind)
     here = load(source, global_rows=8, microbatch_rows=2)
     for _ in range(12):
         for a, b in zip(there.next(), here.next(), strict=True):

@@ -56,6 +56,7 @@ OTHER: dict[str, Any] = {
     "data.mixture_by": "documents",
     "data.phases": [{"step": 5, "weights": {"web": 2.0}}],
     "data.packing": "best_fit",
+    "data.worker_kind": "spawn",
     "data.eos_id": 3,
     "data.batch_phases": [{"steps": 7, "rows": 8}],
     "optim.name": "muon",

@@ -66,7 +66,9 @@ class DataConfig:
     """Go on from a checkpoint whose sources, weights, seed or rows were others, from the same position; what has been
     read of the changed sources may come again. False: such a resume is refused with what differs."""
     workers: int = 1
-    """Threads that read ahead. 0: rows are read when asked for. The order does not depend on it."""
+    """How many read ahead. 0: rows are read when asked for. The order does not depend on it."""
+    worker_kind: str = "thread"
+    """What reads ahead: each a "thread" of the training process, or a process of its own, by "fork" or "spawn"."""
 
     def __post_init__(self) -> None:
         for name in ("row_tokens", "global_rows"):
@@ -77,7 +79,11 @@ class DataConfig:
         if self.workers < 0:
             raise ValueError(f"data.workers = {self.workers} must be 0 (no read-ahead) or more")
         read_batch_phases(self.batch_phases, self.row_tokens)
-        for name, choices in (("packing", PACKINGS), ("mixture_by", ("tokens", "documents"))):
+        for name, choices in (
+            ("packing", PACKINGS),
+            ("worker_kind", ("thread", "fork", "spawn")),
+            ("mixture_by", ("tokens", "documents")),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"data.{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if not self.mixture_temperature > 0:

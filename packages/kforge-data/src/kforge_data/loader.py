@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from kforge_data._torch import end_workers
 from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
 from kforge_data.batch_size import BatchSize
 from kforge_data.mixture import Mixture
+from kforge_data.workers import WORKER_KINDS, RowReader, Sender, Sent, read_in_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -47,8 +49,10 @@ class Loader:
         shuffle: a new pseudo-random order for every epoch; False: rows as they lie.
         isolate_documents: positions restart and boundaries are given per document; False: a row is one text.
             Labels never cross a document either way.
-        workers: threads that read ahead; 0 reads when asked. The order does not depend on it.
-        device: where tensors go. For CUDA they are pinned on the host and copied without waiting.
+        workers: how many read ahead; 0 reads when asked. The order does not depend on it.
+        worker_kind: what reads ahead: each a "thread" of this process, or a process of its own, by "fork" or "spawn".
+        device: where tensors go. For CUDA they are pinned on the host, and copied on a stream of their own as soon as
+            they are read.
         epochs: None goes on for ever; the rows of the next epoch follow in the same step where one ends inside it.
             A number ends there: the last step is filled up with rows of padding, whose labels are all -100, so that
             every rank has the same number of batches. Nothing is ever dropped.
@@ -71,6 +75,7 @@ class Loader:
         shuffle: bool = True,
         isolate_documents: bool = True,
         workers: int = 1,
+        worker_kind: str = "thread",
         device: str | torch.device = "cpu",
         epochs: int | None = None,
         accept_changed_data: bool = False,
@@ -80,6 +85,8 @@ class Loader:
             _check_split(name, rows, rank, world, microbatch_rows)
         if workers < 0:
             raise ValueError(f"workers = {workers} must be 0 (no read-ahead) or more")
+        if worker_kind not in WORKER_KINDS:
+            raise ValueError(f"worker_kind = {worker_kind!r} is not one of {', '.join(WORKER_KINDS)}")
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs = {epochs} must be at least 1, or None to go on for ever")
         self._rows = _rows_or_error(source, row_tokens)
@@ -99,10 +106,15 @@ class Loader:
         self._position = 0
         # Steps are counted from here: the start of the run, or the resume that changed the size of steps.
         self._base_step, self._base_position = 0, 0
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kforge-data") if workers else None
-        self._ahead: deque[Future[Batch]] = deque()
-        self._workers = workers
+        self._reader = RowReader(source, row_tokens, isolate_documents, self._cu_lengths)
+        self._from_processes: Iterator[Batch] | None = None
+        threads = workers if worker_kind == "thread" else min(workers, 1)  # one takes what processes give, in order
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kforge-data") if threads else None
+        self._sender = Sender(self._device)
+        self._ahead: deque[Future[Sent]] = deque()
+        self._workers, self._worker_kind = workers, worker_kind
         self._read_step, self._read_microbatch = 0, 0
+        self._quarantined = np.empty(0, np.int64)
         self._closed = False
         self._accept_changed_data = accept_changed_data
 
@@ -131,6 +143,8 @@ class Loader:
     def rows_of(self, steps: range) -> NDArray[np.int64]:
         """Row ids that these steps take, over all ranks, in order; int64, shorter where the last epoch ends.
 
+        Rows in quarantine are among them.
+
         ValueError for steps before a resume that changed the size of steps: they were cut otherwise.
         """
         if len(steps) and min(steps) < self._base_step:
@@ -141,12 +155,21 @@ class Loader:
         positions = [np.arange(self._first(step), self._first(step + 1), dtype=np.int64) for step in steps]
         return self._rows_at(np.concatenate([np.empty(0, np.int64), *positions]))
 
+    def quarantine(self, row_ids: Iterable[int]) -> None:
+        """Skip these rows from the next step on: a row of padding, which nothing scores, comes in the place of each.
+
+        No other row moves. They join the state as a sorted list. All ranks must name the same.
+        """
+        self._quarantined = np.union1d(self._quarantined, np.array([*row_ids], np.int64))
+        self._forget_ahead()
+
     # Batches.
 
     def next(self) -> list[Batch]:
         """This rank's microbatches of the next step, on the device. StopIteration after the last epoch.
 
-        An error in a read-ahead thread is raised here, and the position stays: the step can be asked for again.
+        An error of what reads ahead, or its death, is raised here, and the position stays: the step can be asked for
+        again.
         """
         if self._closed:
             raise ValueError("the loader is closed")
@@ -154,7 +177,7 @@ class Loader:
             raise StopIteration
         try:
             step = self.step
-            batches = [to_device(self._take(step), self._device) for _ in range(self._microbatches(step))]
+            batches = [self._take(step) for _ in range(self._microbatches(step))]
         except BaseException:
             self._forget_ahead()
             raise
@@ -176,12 +199,38 @@ class Loader:
         return len(_cut(self._size.at(step) // self._world, self._microbatch_rows))
 
     def _take(self, step: int) -> Batch:
-        """The next microbatch, which is one of ``step``; as many as that step has, and one a thread, are read ahead."""
+        """The next microbatch, which is one of ``step``; as many as that step has, and one a worker, are read ahead."""
         if self._pool is None:
-            return self._read(*self._advance())
-        while len(self._ahead) < self._microbatches(step) + self._workers and not self._ends_at(self._read_step):
-            self._ahead.append(self._pool.submit(self._read, *self._advance()))
-        return self._ahead.popleft().result()
+            return self._sender.receive(self._read(*self._advance()))
+        ahead = self._microbatches(step) + self._workers
+        if self._worker_kind != "thread" and self._from_processes is None:
+            self._from_processes = read_in_processes(
+                self._reader,
+                self._row_ids_from(self._read_step, self._read_microbatch),
+                workers=self._workers,
+                kind=self._worker_kind,
+                ahead=ahead,
+                pin=self._device.type == "cuda",
+            )
+        while len(self._ahead) < ahead and not self._ends_at(self._read_step):
+            at = self._advance()
+            job = self._pool.submit(self._read, *at) if self._from_processes is None else self._pool.submit(self._fetch)
+            self._ahead.append(job)
+        return self._sender.receive(self._ahead.popleft().result())
+
+    def _read(self, step: int, microbatch: int) -> Sent:
+        return self._sender.send(self._reader.read(self._row_ids(step, microbatch), pin=self._device.type == "cuda"))
+
+    def _fetch(self) -> Sent:
+        assert self._from_processes is not None
+        return self._sender.send(next(self._from_processes))
+
+    def _row_ids_from(self, step: int, microbatch: int) -> Iterator[NDArray[np.int64]]:
+        """Row ids of the microbatches from one on, to the end."""
+        while not self._ends_at(step):
+            for later in range(microbatch, self._microbatches(step)):
+                yield self._row_ids(step, later)
+            step, microbatch = step + 1, 0
 
     def _ends_at(self, step: int) -> bool:
         return self._end is not None and self._first(step) >= self._end
@@ -194,22 +243,17 @@ class Loader:
             self._read_step, self._read_microbatch = self._read_step + 1, 0
         return this
 
-    def _read(self, step: int, microbatch: int) -> Batch:
+    def _row_ids(self, step: int, microbatch: int) -> NDArray[np.int64]:
+        """Rows of one microbatch [B]; rows of padding last, in the place of those that are skipped or past the end."""
         rank_rows = self._size.at(step) // self._world
         sizes = _cut(rank_rows, self._microbatch_rows)
         rows, offset = sizes[microbatch], self._rank * rank_rows + sum(sizes[:microbatch])
         positions = self._first(step) + offset + np.arange(rows, dtype=np.int64)
+        here = self._rows_at(positions if self._end is None else positions[positions < self._end])
+        here = here[~np.isin(here, self._quarantined)]
         row_ids = np.full(rows, PADDING_ROW, np.int64)
-        here = positions if self._end is None else positions[positions < self._end]
-        row_ids[: len(here)] = self._rows_at(here)
-        return make_batch(
-            self._source,
-            row_ids,
-            row_tokens=self._row_tokens,
-            isolate_documents=self._isolate_documents,
-            cu_length=self._cu_lengths[rows],
-            pin=self._device.type == "cuda",
-        )
+        row_ids[: len(here)] = here
+        return row_ids
 
     def _rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._source.rows_at(positions, row_tokens=self._row_tokens, seed=self._seed, shuffle=self._shuffle)
@@ -217,7 +261,11 @@ class Loader:
     def _forget_ahead(self) -> None:
         for future in self._ahead:
             future.cancel()
+        wait(self._ahead)
         self._ahead.clear()
+        if self._from_processes is not None:
+            end_workers(self._from_processes)
+            self._from_processes = None
         self._read_step, self._read_microbatch = self.step, 0
 
     # State.
@@ -236,6 +284,7 @@ class Loader:
             "batch_phases": [list(phase) for phase in self._size.phases],
             "base_step": self._base_step,
             "base_position": self._base_position,
+            "quarantined": self._quarantined.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -269,6 +318,7 @@ class Loader:
         else:  # steps from here on are cut otherwise than those before
             self._base_step, self._base_position = size.step_at(rows), position
         self._position = position
+        self._quarantined = np.array(sorted(state.get("quarantined", [])), np.int64)
         self._forget_ahead()
 
     def close(self) -> None:

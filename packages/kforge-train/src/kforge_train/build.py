@@ -258,6 +258,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             shuffle=data.shuffle,
             isolate_documents=data.isolate_documents,
             workers=data.workers,
+            worker_kind=data.worker_kind,
             accept_changed_data=data.accept_changed_data,
             device=mesh.device,
         )

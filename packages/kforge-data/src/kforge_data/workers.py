@@ -1,0 +1,101 @@
+"""Reading ahead in processes, and sending batches to a device on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from kforge_data.batch import Batch, make_batch, to_device
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kforge_data.sources import Source
+
+WORKER_KINDS = ("thread", "fork", "spawn")
+
+
+class RowReader(Dataset[Batch]):
+    """Row ids [B] -> their batch on the host: all that a worker has of the loader, and nothing that changes."""
+
+    def __init__(
+        self, source: Source, row_tokens: int, isolate_documents: bool, cu_lengths: dict[int, int | None]
+    ) -> None:
+        self._source, self._row_tokens = source, row_tokens
+        self._isolate_documents, self._cu_lengths = isolate_documents, cu_lengths
+
+    def read(self, row_ids: NDArray[np.int64], pin: bool = False) -> Batch:
+        """The batch of these rows, in pinned memory if asked for."""
+        return make_batch(
+            self._source,
+            row_ids,
+            row_tokens=self._row_tokens,
+            isolate_documents=self._isolate_documents,
+            cu_length=self._cu_lengths[len(row_ids)],
+            pin=pin,
+        )
+
+    def __getitem__(self, row_ids: NDArray[np.int64]) -> Batch:
+        return self.read(row_ids)
+
+
+def read_in_processes(
+    reader: RowReader, row_ids: Iterable[NDArray[np.int64]], *, workers: int, kind: str, ahead: int, pin: bool
+) -> Iterator[Batch]:
+    """The batch of each of ``row_ids``, in order, from worker processes of torch's DataLoader, ``ahead`` at a time.
+
+    An error in a worker is raised here with the worker's traceback, and so is its death. The processes end with the
+    iterator.
+    """
+    loader = DataLoader(
+        reader,
+        batch_size=None,
+        sampler=row_ids,
+        num_workers=workers,
+        prefetch_factor=max(2, -(-ahead // workers)),
+        collate_fn=_as_it_is,
+        multiprocessing_context=kind,
+        pin_memory=pin,
+    )
+    return iter(loader)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Sent(NamedTuple):
+    """A batch on its device, and what says that it has arrived there; None where it has."""
+
+    batch: Batch
+    arrived: torch.cuda.Event | None
+
+
+class Sender:
+    """Copies batches to a device: on CUDA from pinned memory, on a stream of its own, so that neither the host nor what
+    the device computes waits for it. From any thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, batch: Batch) -> Sent:
+        """Begin the copy."""
+        if self._stream is None:
+            return Sent(to_device(batch, self._device), None)
+        with torch.cuda.stream(self._stream):
+            return Sent(to_device(batch, self._device), self._stream.record_event())
+
+    def receive(self, sent: Sent) -> Batch:
+        """The batch, for work that is queued on the current stream from here on."""
+        if sent.arrived is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(sent.arrived)
+            for value in sent.batch.values():
+                if isinstance(value, torch.Tensor):
+                    value.record_stream(current)  # or the memory could be given away while it is still read
+        return sent.batch
