@@ -260,6 +260,7 @@ VARIANTS: dict[str, Variant] = {
     "fp32-3": Variant(accumulate=3, precision="fp32"),
     "compiled-3": Variant(accumulate=3, parallel={"compile": True}),
     "uneven": Variant(microbatch=5),  # the last microbatch of a step has fewer rows
+    "compiled-3-full": Variant(accumulate=3, parallel={"compile": True, **FULL}),
     "kept": Variant(accumulate=3, parallel={"reshard_after_forward": False, "prefetch": 1}),
     "each": Variant(accumulate=3, parallel={"accumulate": "sharded"}),
     "wide-3-full": Variant(accumulate=3, parallel=FULL, rows=2 * ROWS),  # for 8 data ranks
@@ -350,7 +351,8 @@ TABLE: list[tuple[str, str, tuple[str, ...]]] = [
     *((layout, model, OF_EXPERTS) for model in EXPERTS for layout in ("cp2-ep2", "cp2-ep2-ulysses", "cp2")),
     *((f"{axes}{style}", "untied", HALF) for axes in ("shard2-cp2", "cp2-tp2", "cp4") for style in STYLES),
     ("rep2-cp2", "untied", HALF),
-    *((f"cp2{style}", "untied", (*EXACT, "fp32", "compiled")) for style in STYLES),
+    *((f"cp2{style}", "untied", (*EXACT, "fp32", "compiled-3-full")) for style in STYLES),
+    ("cp2-tp2-ulysses", "untied", ("compiled",)),
     ("cp2-tp2-whole", "untied", SOME),
     *((layout, "tied", (*SOME, "kept", "each")) for layout in ("shard2-cp2-ring", "cp2-tp2", "cp2-ulysses")),
     *(("cp2", model, ("packed-3-full",)) for model in ("qk-norm", *PLAIN_CORES)),

@@ -360,3 +360,26 @@ def test_every_input_of_a_gathered_module_and_what_it_holds(sequence_parallel):
     for gradients in run_ranks(crossed, 2, sequence_parallel):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_compiled_code_serves_every_object_that_comes_beside_the_input():
+    from kforge_parallel.tensor import _entered
+
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    class Rows:
+        pass
+
+    def enter(x, rows):
+        (x, same), _ = _entered(nn.Identity(), lambda part: part * 2, False, (x, rows), {})
+        return x + 1, same
+
+    compiled, x = torch.compile(enter, backend=backend), torch.ones(3)
+    for rows in (Rows(), Rows(), Rows()):
+        y, same = compiled(x, rows)
+        assert y.tolist() == [3.0, 3.0, 3.0] and same is rows
+    assert len(made) == 1

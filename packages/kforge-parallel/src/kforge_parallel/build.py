@@ -150,9 +150,9 @@ def keeps_gathered(config: ParallelConfig, mesh: Mesh) -> bool:
 
 def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
     """Recompute and compile."""
-    # Experts, or attention over other ranks, break a block into several graphs, and a checkpoint in what is compiled
-    # may hold none.
-    mixed = [block for block in blocks if mesh.cp_size > 1 or find_mixtures(block)]
+    # Experts, or a ring, break a block into several graphs, and a checkpoint in what is compiled may hold none.
+    ring = mesh.cp_size > 1 and config.cp_style == "ring"
+    mixed = [block for block in blocks if ring or find_mixtures(block)]
     if config.compile:
         compile_blocks(mixed)
         if SCHEDULES[config.pp_schedule].splits_backward:

@@ -49,7 +49,7 @@ def sum_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def _returned(x: Tensor) -> Tensor:
+def returned(x: Tensor) -> Tensor:
     """The result of a forward. Dynamo of torch 2.11 drops the gradient of a function that returns a tensor which a
     collective has filled in place, without a word; a copy it follows."""
     return x.clone() if torch.compiler.is_compiling() else x
@@ -69,7 +69,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _returned(sum_all(x, group))
+        return returned(sum_all(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -80,7 +80,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _returned(join_parts(x, group, dim))
+        return returned(join_parts(x, group, dim))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -91,7 +91,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _returned(sum_own_part(x, group, dim))
+        return returned(sum_own_part(x, group, dim))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

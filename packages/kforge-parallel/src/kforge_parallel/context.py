@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kforge_parallel._torch import varlen
-from kforge_parallel.collectives import join_parts, sum_own_part
+from kforge_parallel.collectives import join_parts, returned, sum_own_part
 from kforge_parallel.columns import chunks_of, clipped_ends, columns_of, document_ends, document_ids, seen
 from kforge_parallel.layout import hindrance
 from kforge_parallel.mesh import Mesh
@@ -104,7 +104,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
         ctx.way = (group, join, cut)
-        return _exchange(x, group, cut, join)
+        return returned(_exchange(x, group, cut, join))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -133,8 +133,6 @@ class ContextCore(nn.Module):
             object.__setattr__(rows, name, value)  # a dataclass may be frozen; this one is a copy
         return rows
 
-    # What is sent goes to others by name; a graph of it would gain nothing.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B,H,S',Dh], k [B,KV,S',Dh], v [B,KV,S',Dv], after RoPE -> [B,H,S',Dv] in q's dtype."""
         if getattr(rows, "columns", None) is not None:
@@ -274,6 +272,8 @@ class RingCore(ContextCore):
         tokens = len(rows.columns) * self.group.size()
         return {"docs": document_ids(rows.whole, len(rows.position_ids), tokens)}
 
+    # Sends to one rank and not to all: no graph has such operations in it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Any, sinks: Tensor | None) -> Tensor:
         _refuse_sinks(sinks, "ring")
         batch, tokens = len(q), q.shape[2] * self.group.size()

@@ -384,6 +384,7 @@ def _entered(
     entered = {id(v): before(v) for v in inputs}
 
     def new(value: Any) -> Any:
-        return entered.get(id(value), value)
+        # Not by the id of anything else: compiled code would hold to that, and be made anew for every object of rows.
+        return entered.get(id(value), value) if isinstance(value, Tensor) else value
 
     return tuple(new(v) for v in args), {name: new(v) for name, v in kwargs.items()}
