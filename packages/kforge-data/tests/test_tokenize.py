@@ -150,7 +150,7 @@ def test_folders_are_read_in_order_and_unknown_files_refused(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="does not exist"):
         list(read_documents([tmp_path / "nothing.txt"]))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"holds no .jsonl or .txt file"):
+    with pytest.raises(ValueError, match=r"holds no .jsonl or .txt or .parquet file"):
         list(read_documents([tmp_path / "empty"]))
     with pytest.raises(ValueError, match="no input files"):
         list(read_documents([]))

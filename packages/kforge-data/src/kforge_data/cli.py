@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
     train.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens, special ones included")
 
-    tokenize = _command(commands, "tokenize", _tokenize, "turn .jsonl and .txt files into token shards")
+    tokenize = _command(commands, "tokenize", _tokenize, "turn files of text into token shards")
     _add_inputs(tokenize)
     tokenize.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json, or a folder with one")
     tokenize.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
@@ -93,7 +93,12 @@ def _command(commands: Any, name: str, run: Any, text: str) -> argparse.Argument
 
 
 def _add_inputs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("inputs", nargs="+", metavar="INPUT", help=".jsonl or .txt files, or folders of them")
+    command.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help=".jsonl, .txt or .parquet files (.gz, .zst), local or URLs, or folders of them",
+    )
     command.add_argument("--field", default="text", metavar="KEY", help="key of the text in a record (default text)")
     command.add_argument(
         "--txt-documents",

@@ -1,7 +1,8 @@
 """Text files -> token shards: read documents, encode them in batches, split off the held-out part, write.
 
-A document is one line of a .jsonl file, or one .txt file (or each line or paragraph of it). It ends with the
-tokenizer's end-of-text token, added here and nowhere else. Documents come out in the order in which they lie.
+A document is one line of a .jsonl file, one row of a .parquet, or one .txt file (or each line or paragraph of it). It
+ends with the tokenizer's end-of-text token, added here and nowhere else. Documents come out in the order in which they
+lie.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from kforge_data.shard_writer import ShardWriter
 from kforge_data.shards import TokenShards
+from kforge_data.text_files import file_name, kind_of, list_files, needed, open_bytes
 from kforge_data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kforge_data")
 
-SUFFIXES = (".jsonl", ".txt")
 TXT_DOCUMENTS = ("file", "line", "paragraph")
 # A batch is what one call of the encoder gets: enough to keep its threads busy, little enough to hold a few.
 BATCH_DOCUMENTS = 1000
@@ -58,26 +59,6 @@ class TokenizeReport:
     bad_lines: int
 
 
-def list_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files named, and the .jsonl and .txt files inside the folders named (sorted). ValueError for others."""
-    files: list[Path] = []
-    for given in map(Path, inputs):
-        if given.is_dir():
-            inside = sorted(path for path in given.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-            if not inside:
-                raise ValueError(f"{given} holds no {' or '.join(SUFFIXES)} file")
-            files += inside
-        elif not given.exists():
-            raise ValueError(f"{given} does not exist")
-        elif given.suffix not in SUFFIXES:
-            raise ValueError(f"{given} is neither {' nor '.join(SUFFIXES)}, and its format is not guessed; rename it")
-        else:
-            files.append(given)
-    if not files:
-        raise ValueError("no input files")
-    return files
-
-
 def read_documents(
     inputs: Sequence[str | Path],
     *,
@@ -87,11 +68,12 @@ def read_documents(
     max_bad_lines: int = 0,
     counts: ReadCounts | None = None,
 ) -> Iterator[str]:
-    """Texts of the documents in these files or folders, in order, none of them empty.
+    """Texts of the documents in these files or folders, in order, none of them empty. Files are local or URLs of fsspec
+    (s3://…), .jsonl, .txt or .parquet, and .jsonl and .txt may be packed as .gz or .zst.
 
     Args:
-        field: the key of the text in a JSONL record. Records without text are skipped and counted; if no record of a
-            file has the field, that is an error.
+        field: the key of the text in a JSONL record, or the column of a parquet file. Records without text are skipped
+            and counted; if no record of a file has the field, that is an error.
         txt_documents: what a document is in a .txt file: the "file", each "line", or each "paragraph" (parts between
             empty lines).
         strict: a document without text is an error that names file and line.
@@ -103,7 +85,11 @@ def read_documents(
         raise ValueError(f"txt_documents = {txt_documents!r} is not one of {', '.join(TXT_DOCUMENTS)}")
     counts = counts if counts is not None else ReadCounts()
     for file in list_files(inputs):
-        parts = _read_jsonl(file, field) if file.suffix == ".jsonl" else _read_txt(file, txt_documents)
+        kind = kind_of(file)
+        if kind == ".txt":
+            parts = _read_txt(file, txt_documents)
+        else:
+            parts = (_read_jsonl if kind == ".jsonl" else _read_parquet)(file, field)
         for place, text in parts:
             if isinstance(text, _Bad):
                 counts.bad_lines += 1
@@ -131,11 +117,12 @@ def _decode(raw: bytes) -> str | _Bad:
         return _Bad(f"not UTF-8 ({error.reason} at byte {error.start})")
 
 
-def _read_txt(file: Path, unit: str) -> Iterator[tuple[str, str | _Bad]]:
+def _read_txt(file: str | Path, unit: str) -> Iterator[tuple[str, str | _Bad]]:
     if unit == "file":
-        yield str(file), _decode(file.read_bytes())
+        with open_bytes(file) as content:
+            yield str(file), _decode(content.read())
         return
-    with open(file, "rb") as lines:
+    with open_bytes(file) as lines:
         paragraph: list[str] = []
         for number, raw in enumerate(lines, 1):
             text = _decode(raw)
@@ -154,10 +141,10 @@ def _read_txt(file: Path, unit: str) -> Iterator[tuple[str, str | _Bad]]:
             yield f"{file}:{number}", "\n".join(paragraph)
 
 
-def _read_jsonl(file: Path, field: str) -> Iterator[tuple[str, str | _Bad]]:
+def _read_jsonl(file: str | Path, field: str) -> Iterator[tuple[str, str | _Bad]]:
     records = having = 0
     others: list[str] = []
-    with open(file, "rb") as lines:
+    with open_bytes(file) as lines:
         for number, raw in enumerate(lines, 1):
             raw = raw.strip()
             if not raw:
@@ -183,6 +170,30 @@ def _read_jsonl(file: Path, field: str) -> Iterator[tuple[str, str | _Bad]]:
             yield f"{file}:{number}", text or ""
     if records and not having:
         raise ValueError(f"{file}: no record has the field {field!r}; the first one has {', '.join(others) or 'none'}")
+
+
+def _read_parquet(file: str | Path, field: str) -> Iterator[tuple[str, str | _Bad]]:
+    library = needed("pyarrow.parquet", "parquet", str(file))
+    with open_bytes(file) as content:
+        try:
+            table = library.ParquetFile(content)
+            names = table.schema_arrow.names
+            if field not in names:
+                raise ValueError(f"{file} has no column {field!r}; it has {', '.join(names)}")
+            number = 0
+            for batch in table.iter_batches(columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    if text is not None and not isinstance(text, str):
+                        yield f"{file}:{number}", _Bad(f"column {field!r} holds a {type(text).__name__}, not text")
+                    else:
+                        yield f"{file}:{number}", text or ""
+        except (OSError, UnicodeDecodeError) as error:  # what the library raises for a damaged file
+            raise ValueError(f"{file} is no whole parquet file: {error}") from error
+        except Exception as error:
+            if type(error).__module__.startswith("pyarrow"):
+                raise ValueError(f"{file} is no whole parquet file: {error}") from error
+            raise
 
 
 def is_heldout(text: str, fraction: float) -> bool:
@@ -237,7 +248,11 @@ def tokenize_files(
             dtype=dtype,
             shard_tokens=shard_tokens,
             overwrite=overwrite,
-            meta={"inputs": [file.name for file in files], "heldout": heldout, "part": path.name if heldout else ""},
+            meta={
+                "inputs": [file_name(file) for file in files],
+                "heldout": heldout,
+                "part": path.name if heldout else "",
+            },
         )
         for path in paths
     ]

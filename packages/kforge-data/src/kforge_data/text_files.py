@@ -1,0 +1,124 @@
+"""Files of text, wherever they lie and however they are packed: local or of any URL of fsspec, .gz or .zst."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+SUFFIXES = (".jsonl", ".txt", ".parquet")
+PACKED = (".gz", ".zst")
+
+
+def needed(module: str, extra: str, what: str) -> Any:
+    """An optional module. ValueError that says what to type where it is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{what} needs {module.split('.')[0]}: pip install 'kforge-data[{extra}]'") from error
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether a place is a URL, as s3://bucket/key, and not a local path."""
+    return isinstance(place, str) and "://" in place
+
+
+def file_name(file: str | Path) -> str:
+    """The last part of a path or URL."""
+    return str(file).rstrip("/").rsplit("/", 1)[-1]
+
+
+def kind_of(file: str | Path) -> str:
+    """ ".jsonl", ".txt", ".parquet", or "" for anything else; a .gz or .zst behind it does not count."""
+    name = file_name(file)
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    suffix = Path(name).suffix
+    return suffix if suffix in SUFFIXES else ""
+
+
+def list_files(inputs: Sequence[str | Path]) -> list[str | Path]:
+    """The files named, and those of a known kind inside the folders named, sorted. ValueError for others."""
+    files: list[str | Path] = []
+    for given in inputs:
+        if is_url(given):
+            filesystem, path = needed("fsspec.core", "remote", str(given)).url_to_fs(str(given))
+            is_folder, exists = filesystem.isdir(path), filesystem.exists(path)
+            inside = [filesystem.unstrip_protocol(file) for file in sorted(filesystem.find(path))] if is_folder else []
+        else:
+            given = Path(given)
+            is_folder, exists = given.is_dir(), given.exists()
+            inside = sorted(path for path in given.rglob("*") if path.is_file()) if is_folder else []
+        if is_folder:
+            inside = [file for file in inside if kind_of(file)]
+            if not inside:
+                raise ValueError(f"{given} holds no {' or '.join(SUFFIXES)} file")
+            files += inside
+        elif not exists:
+            raise ValueError(f"{given} does not exist")
+        elif not kind_of(given):
+            raise ValueError(f"{given} is neither {' nor '.join(SUFFIXES)}, and its format is not guessed; rename it")
+        else:
+            files.append(given)
+    if not files:
+        raise ValueError("no input files")
+    return files
+
+
+@contextmanager
+def open_bytes(file: str | Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked. ValueError that names the file where it is damaged."""
+    with _open_raw(file) as raw:
+        name = file_name(file)
+        if name.endswith(".gz"):
+            with gzip.open(raw, "rb") as unpacked:
+                try:
+                    yield unpacked  # type: ignore[misc]
+                except (EOFError, gzip.BadGzipFile) as error:
+                    raise ValueError(f"{file} is damaged: {error}") from error
+        elif name.endswith(".zst"):
+            zstandard = needed("zstandard", "zst", str(file))
+            with io.BufferedReader(_Checked(raw, zstandard), 1 << 20) as checked:
+                try:
+                    yield checked
+                except (EOFError, zstandard.ZstdError) as error:
+                    raise ValueError(f"{file} is damaged: {error}") from error
+        else:
+            yield raw
+
+
+def _open_raw(file: str | Path) -> Any:
+    return needed("fsspec", "remote", str(file)).open(str(file), "rb") if is_url(file) else open(file, "rb")
+
+
+class _Checked(io.RawIOBase):
+    """The frames of a .zst, one after the other, and an error where the last one is cut."""
+
+    def __init__(self, raw: Any, library: Any) -> None:
+        self._raw, self._library = raw, library
+        self._frame: Any = None
+        self._packed, self._ready = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not self._packed and not (new := self._raw.read(1 << 18)):
+                if self._frame is not None:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            elif not self._packed:
+                self._packed = new
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            self._ready = self._frame.decompress(self._packed)
+            self._packed = b""
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
