@@ -83,6 +83,7 @@ CHANGES = {
     "optim.ema_decay": 0.5,
     "optim.clip_value": 1e-3,
     "ckpt.dir": "elsewhere",
+    "ckpt.remote": "memory://witness",
     "ckpt.every_steps": 2,
     "ckpt.keep_last": 1,
     "ckpt.keep_every": 1,
@@ -294,6 +295,7 @@ def facets(config, run_dir):
         seen["weights"] = {n: (tuple(p.shape), p.dtype, p.sum().item()) for n, p in weights.items()}
         memory = parts.checkpointer._memory
         seen["staging"] = memory and (memory.limit_bytes == 2**30, memory.handle is not None)
+        seen["remote"] = str(parts.checkpointer.remote)
         seen["steps"], seen["checkpoints"] = trainer.next_step, parts.checkpointer.steps()
     seen["plans"] = config.data.cache and [path.name for path in Path(config.data.cache).iterdir()]
     seen["console"] = "loss" in console.getvalue()

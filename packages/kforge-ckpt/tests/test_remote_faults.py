@@ -134,7 +134,10 @@ def test_an_outage_from_any_request_on_leaves_the_one_before(s3: Any, monkeypatc
         if not reached:
             break
         outcomes.append(committed)
-    assert outcomes == sorted(outcomes) and outcomes.count(False) > 4 and outcomes.count(True) > 2
+        if committed:  # the old ones are still there: an undisturbed save deletes them
+            step += 1
+            save(url, step, keep_last=1)
+    assert outcomes.count(False) > 4 and True in outcomes
     save(url, step + 1)
     steps = Checkpointer(url).steps()
     assert restored(url) == step + 1 == steps[-1]

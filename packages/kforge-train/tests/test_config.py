@@ -78,6 +78,7 @@ OTHER: dict[str, Any] = {
     "optim.phases": [{"steps": 7, "schedule": "rex"}],
     "optim.momentum_phases": [{"steps": 7, "schedule": "linear", "from": 0.85, "to": 0.95}],
     "optim.weight_decay_phases": [{"schedule": "linear", "to": 0.0}],
+    "ckpt.remote": "s3://bucket/run",
     "ckpt.mode": "sync",
     "ckpt.keep_steps": [500],
     "ckpt.init_step": 4,

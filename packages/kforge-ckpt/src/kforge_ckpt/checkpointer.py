@@ -22,6 +22,7 @@ from kforge_ckpt.files import FileRecord, Place, place, write_file
 from kforge_ckpt.fitting import Fit
 from kforge_ckpt.lease import Lease
 from kforge_ckpt.lock import FolderLock, lock
+from kforge_ckpt.mirror import Mirror
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.remote import is_url
 from kforge_ckpt.restoring import Plan, Saved, read_meta
@@ -72,7 +73,10 @@ class Checkpointer:
         not share its time with it (Linux).
     staging_bytes: host memory to copy to, in bytes; with less than this rank writes, `staged` may wait for the disk.
         None: as much as it writes, within half of what the host has to spare.
-    on_event: called on rank 0 with ``("checkpoint_saved" | "checkpoint_restored" | "checkpoint_deleted", values)``;
+    remote: URL that committed checkpoints are copied to by rank 0, in order, in the background; here each is kept
+        until it is there. `restore` takes the newest of both places. `close` waits for the copies.
+    on_event: called on rank 0 with ``("checkpoint_saved" | "checkpoint_restored" | "checkpoint_deleted" |
+        "checkpoint_copied", values)``;
         by default these lines go to the logger ``kforge_ckpt``.
     """
 
@@ -91,6 +95,7 @@ class Checkpointer:
         overlap: bool = False,
         writer: Literal["thread", "process"] = "thread",
         staging_bytes: int | None = None,
+        remote: str = "",
         on_event: Event | None = None,
     ) -> None:
         if mode not in ("sync", "async"):
@@ -105,7 +110,12 @@ class Checkpointer:
             raise ValueError("writer = 'process' writes files of this host, and a URL is none; use 'thread'")
         if staging_bytes is not None and staging_bytes < 1:
             raise ValueError(f"staging_bytes = {staging_bytes} must be some bytes, or None")
+        if remote and is_url(dir):
+            raise ValueError("remote is where checkpoints of a folder are copied to; give a folder, or no remote")
+        if remote and not is_url(remote):
+            raise ValueError(f"remote = {remote!r} is no URL; s3://bucket/run is one")
         self.dir = place(dir)
+        self.remote = place(remote) if remote else None
         self.keep = Retention(
             last=keep_last,
             every=keep_every,
@@ -131,27 +141,33 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._memory: HostMemory | None = None
         self._process: WriterProcess | None = None
+        self._mirror = None if self.remote is None else Mirror(self.dir, self.remote, self.keep, self._tell)
 
     # What is there.
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return list(commit.committed(self.dir))
+        return sorted({step for step, _, _ in self._found()})
 
     def latest(self) -> int | None:
         """The highest committed step, or None."""
-        return max(commit.committed(self.dir), default=None)
+        return max(self.steps(), default=None)
 
     def meta(self, step: int) -> dict[str, Any]:
         """What was given as ``meta`` when the step was saved."""
-        return read_meta(commit.Contents(self._folder(step)))
+        _, away, name = self._choose(step)[0]
+        return read_meta(commit.Contents(self._root(away) / name))
 
-    def _folder(self, step: int) -> Place:
-        found = commit.committed(self.dir)
-        if step not in found:
-            there = f"there are {', '.join(map(str, found))}" if found else "there is none at all"
-            raise CheckpointError(f"no committed checkpoint of step {step} in {self.dir}; {there}")
-        return found[step]
+    def _root(self, away: bool) -> Place:
+        assert not away or self.remote is not None
+        return self.remote if away and self.remote is not None else self.dir
+
+    def _found(self) -> list[tuple[int, bool, str]]:
+        """Step, whether in the remote place, and folder of each checkpoint: the newest first, of one in both places
+        that of here."""
+        places = [(False, self.dir)] if self.remote is None else [(False, self.dir), (True, self.remote)]
+        found = [(step, away, path.name) for away, root in places for step, path in commit.committed(root).items()]
+        return sorted(found, key=lambda one: (-one[0], one[1]))
 
     # Saving.
 
@@ -257,18 +273,29 @@ class Checkpointer:
             self._tidying.wait()
 
     def close(self) -> None:
-        """`wait`, and let go of the folder, and of the process that writes, if there is one. It may save again."""
-        try:
+        """`wait`, and let go of the folder, and of the process that writes, if there is one. It may save again. With a
+        ``remote``, rank 0 waits until all is copied there, and raises what keeps it from that."""
+        with ExitStack() as stack:
+            stack.callback(self._let_go)
+            if self._mirror is not None and self._lock is not None:  # rank 0, which has saved
+                stack.callback(self._end_copies, self._mirror)
             self.wait()
-        finally:
-            if self._process is not None:
-                self._process.close()
-                self._process = None
-            if self._lock is not None:
-                assert self._abandoned is not None
-                self._abandoned.detach()
-                self._lock.release()
-                self._lock = None
+
+    def _end_copies(self, mirror: Mirror) -> None:
+        """Wait for the copies, and delete here what was kept for them."""
+        mirror.close()
+        found = commit.committed(self.dir)
+        self._delete(self._put_aside(found, max(found, default=0)))
+
+    def _let_go(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if self._lock is not None:
+            assert self._abandoned is not None
+            self._abandoned.detach()
+            self._lock.release()
+            self._lock = None
 
     def _stage(self, step: int) -> str:
         if self._lock is None:
@@ -296,6 +323,8 @@ class Checkpointer:
             raise
         if ranks.rank == 0:
             self._saved(job, size)
+            if self._mirror is not None:
+                self._mirror.wake()
 
     def _commit(self, job: Save, files: dict[str, FileRecord], world: int) -> int:
         commit.reached("all ranks written")
@@ -312,15 +341,20 @@ class Checkpointer:
             found = commit.committed(self.dir)
             self._tell("checkpoint_saved", step=job.step, seconds=seconds, bytes=size, path=str(found[job.step]))
             commit.point_latest(self.dir, found[max(found)])
-            temporary = [step for step, folder in found.items() if commit.is_temporary(folder)]
-            scores = read_scores(self.dir) if self.keep.best else None
-            old = self.keep.expendable(found, temporary=temporary, scores=scores, protect=[job.step])
-            aside = [(step, commit.put_aside(self.dir, found[step])) for step in old]
+            aside = self._put_aside(found, job.step)
         except (OSError, CheckpointError) as error:
             logger.warning("step %d is committed, but tidying up %s failed: %s", job.step, self.dir, error)
             return
         if aside:
             self._tidying.start("ckpt-delete", lambda: self._delete(aside))
+
+    def _put_aside(self, found: dict[int, Place], saved: int) -> list[tuple[int, Place]]:
+        """Take what no rule keeps away from readers; `_delete` does the rest."""
+        temporary = [step for step, folder in found.items() if commit.is_temporary(folder)]
+        scores = read_scores(self.dir) if self.keep.best else None
+        waiting = set() if self._mirror is None else self._mirror.waiting(found)
+        old = self.keep.expendable(found, temporary=temporary, scores=scores, protect={saved, *waiting})
+        return [(step, commit.put_aside(self.dir, found[step])) for step in old]
 
     def _delete(self, aside: list[tuple[int, Place]]) -> None:
         for step, folder in aside:
@@ -405,12 +439,14 @@ class Checkpointer:
         ranks = self._ranks()
         what = f"nothing was restored from {self.dir}"
         found = ranks.first(what, lambda: self._choose(step))
-        for chosen, folder in found:
+        for chosen, away, name in found:
+            folder = self._root(away) / name
             try:
-                self._restore(ranks, states, chosen, self.dir / folder, verify == "full", fit or Fit(), accept)
+                self._restore(ranks, states, chosen, folder, verify == "full", fit or Fit(), accept)
             except DamagedCheckpointError as error:
-                self._damaged.add(chosen)
-                if (chosen, folder) == found[-1]:
+                if not away:
+                    self._damaged.add(chosen)
+                if (chosen, away, name) == found[-1]:
                     raise
                 if ranks.rank == 0:
                     logger.error("%s; trying the one before it", error)
@@ -451,11 +487,16 @@ class Checkpointer:
                 logger.info("%s", line)
             self._tell("checkpoint_restored", step=step, seconds=time.perf_counter() - started, path=str(folder))
 
-    def _choose(self, step: int | None) -> list[tuple[int, str]]:
-        """The checkpoint to restore, and those to try after it where it is damaged."""
-        if step is not None:
-            return [(step, self._folder(step).name)]
-        return [(step, folder.name) for step, folder in reversed(commit.committed(self.dir).items())]
+    def _choose(self, step: int | None) -> list[tuple[int, bool, str]]:
+        """The checkpoint to restore, and those to try after it where it is damaged, as `_found`."""
+        found = self._found()
+        if step is None:
+            return found
+        steps = sorted({one[0] for one in found})
+        if step not in steps:
+            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
+            raise CheckpointError(f"no committed checkpoint of step {step} in {self.dir}; {there}")
+        return [one for one in found if one[0] == step]
 
     # Both.
 

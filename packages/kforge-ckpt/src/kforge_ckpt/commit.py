@@ -256,6 +256,8 @@ class Contents:
             )
         if marker.get("manifest") != checksum_text(checksum(data)):
             raise DamagedCheckpointError(f"{folder / MANIFEST} is not the one that {MARKER} was written for")
+        self.checksum = f"{checksum(data):08x}"
+        """Of the manifest, and with it of all that the checkpoint holds, 8 hex digits."""
         manifest = self._parse(MANIFEST, data)
         try:
             self.step = int(manifest["step"])

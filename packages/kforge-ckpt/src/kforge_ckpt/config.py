@@ -15,7 +15,10 @@ class CkptConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     dir: str = ""
-    """Folder of the checkpoints. Empty: `checkpoints` in the run's folder."""
+    """Folder of the checkpoints, or a URL (`s3://bucket/run`). Empty: `checkpoints` in the run's folder."""
+    remote: str = ""
+    """URL (`s3://bucket/run`) that the checkpoints of `dir` are copied to in the background, by the same rules of what
+    is kept; a host whose folder has none, or older ones, goes on from there. Empty: nowhere."""
     every_steps: int = 1000
     """Save after each so many steps. 0: only at the end and when asked to stop."""
     keep_last: int = 3
@@ -47,8 +50,8 @@ class CkptConfig:
     """What is compared before a checkpoint is restored: fast (sizes of all files, checksums of the small ones), or full
     (everything is read once more for its checksum)."""
     init_from: str = ""
-    """Folder of a run, or of checkpoints: a run that has no checkpoint yet starts from the weights there, and from
-    nothing else of it. Weights of a run in split storage come rounded to bfloat16. Empty: from the seed."""
+    """Folder or URL of a run, or of checkpoints: a run that has no checkpoint yet starts from the weights there, and
+    from nothing else of it. Weights of a run in split storage come rounded to bfloat16. Empty: from the seed."""
     init_step: int | None = None
     """Which step of `init_from`. None: the newest."""
     init_exclude: tuple[str, ...] = ()
@@ -61,6 +64,13 @@ class CkptConfig:
     expert)."""
 
     def __post_init__(self) -> None:
+        if self.remote and "://" not in self.remote:
+            raise ValueError(f"ckpt.remote = {self.remote!r} is no URL; s3://bucket/run is one")
+        if "://" in self.dir and (self.remote or self.writer == "process"):
+            name = "remote" if self.remote else "writer"
+            raise ValueError(
+                f"ckpt.{name} = {getattr(self, name)!r} is for a folder, and ckpt.dir is a URL; leave one of them out"
+            )
         if self.keep_last < 1:
             raise ValueError(f"ckpt.keep_last = {self.keep_last} must be at least 1: the newest is never deleted")
         if min(self.keep_steps, default=0) < 0:

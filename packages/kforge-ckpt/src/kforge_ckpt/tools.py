@@ -13,8 +13,9 @@ import torch
 
 from kforge_ckpt import commit, state
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
-from kforge_ckpt.files import Block, FileRecord, Place, place, write_file
+from kforge_ckpt.files import FileRecord, Place, place
 from kforge_ckpt.lock import lock
+from kforge_ckpt.mirror import copy_into
 from kforge_ckpt.remote import RemotePath, is_url
 from kforge_ckpt.restoring import Saved
 from kforge_ckpt.retention import read_scores
@@ -23,8 +24,6 @@ from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, file_order, write_
 from kforge_ckpt.saving import META, write_shared
 from kforge_ckpt.state import Json
 from kforge_ckpt.storage import StoredTensor, tensor_file
-
-BLOCK_BYTES = 2**24
 
 
 def open_checkpoint(where: str | Place) -> Saved:
@@ -174,29 +173,8 @@ def copy(where: str | Place, root: Place) -> Place:
     on the way. Returns the new folder. Raises CheckpointError when the step is there already, DamagedCheckpointError
     for what is not as it was written."""
     source = find(where)
-    contents = commit.Contents(source)
-    with lock(root):
-        return _copy(source, contents, root)
-
-
-def _copy(source: Place, contents: commit.Contents, root: Place) -> Place:
-    if contents.step in commit.committed(root):
-        raise CheckpointError(f"{root} holds a checkpoint of step {contents.step} already")
-    folder = commit.stage(root, contents.step)
-    try:
-        for name, record in contents.files.items():
-            if write_file(folder / name, _blocks(source / name)) != record:
-                raise DamagedCheckpointError(f"{source / name} is damaged: its checksum is not that of the manifest")
-        return commit.commit(root, folder, contents.step, contents.files)
-    except BaseException:
-        commit.discard(folder)
-        raise
-
-
-def _blocks(path: Place) -> Iterator[Block]:
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield block
+    with lock(root) as held:
+        return copy_into(source, root, held)
 
 
 def remove(root: Place, steps: Sequence[int], *, all_of_them: bool = False) -> None:

@@ -67,8 +67,10 @@ class Job:
     log: logging.Logger
 
 
-def checkpoint_dir(config: JobConfig) -> Path:
-    """Where a run keeps its checkpoints."""
+def checkpoint_dir(config: JobConfig) -> Path | str:
+    """Where a run keeps its checkpoints: a folder, or a URL."""
+    if "://" in config.ckpt.dir:
+        return config.ckpt.dir
     return Path(config.ckpt.dir) if config.ckpt.dir else Path(config.train.run_dir) / "checkpoints"
 
 
@@ -127,17 +129,21 @@ def check(config: JobConfig, world_size: int) -> None:
             )
     if config.train.eval_every_steps and not data.heldout:
         raise ConfigError("train.eval_every_steps is set, but data.heldout names no folder to evaluate on")
-    for path in (Path(config.train.run_dir), checkpoint_dir(config)):
+    checkpoints = checkpoint_dir(config)
+    for path in (Path(config.train.run_dir), *([checkpoints] if isinstance(checkpoints, Path) else [])):
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"the run cannot be kept in {path}: {error}") from error
         if not os.access(path, os.W_OK):
             raise ConfigError(f"the run cannot be kept in {path}: no permission to write there")
-    checkpoints = checkpoint_dir(config)
-    if not config.ckpt.resume and Checkpointer(checkpoints).latest() is not None:
+    with config_errors():
+        held = Checkpointer(checkpoints, remote=config.ckpt.remote)
+        taken = not config.ckpt.resume and held.latest() is not None
+    if taken:
+        places = " or ".join(str(place) for place in (held.dir, held.remote) if place is not None)
         raise ConfigError(
-            f"ckpt.resume = false, but {checkpoints} holds checkpoints already; choose another --train.run_dir, "
+            f"ckpt.resume = false, but {places} holds checkpoints already; choose another --train.run_dir, "
             "or let it resume"
         )
 
@@ -288,6 +294,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
                 keep_doubling_from=config.ckpt.keep_doubling_from,
                 keep_best=config.ckpt.keep_best,
                 **background(config.ckpt),
+                remote=config.ckpt.remote,
                 on_event=lambda kind, values: log.debug("%s %s", kind, values),  # the trainer tells of it
             ),
             rng=RngState(),

@@ -97,7 +97,7 @@ def _changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).absolute()) if path else ""
+    return str(Path(path).absolute()) if path and "://" not in path else path
 
 
 def load_run(run_dir: Path) -> JobConfig:
@@ -129,11 +129,11 @@ def fill_model(config: JobConfig, model: nn.Module, step: int | None = None) -> 
     """Fill a model with the weights that a run evaluates, those of ``step`` (None: the newest), and return that step:
     the moving average of the weights, where the run keeps one. Dtypes may differ. Raises ConfigError where there is no
     checkpoint."""
-    source = Checkpointer(checkpoint_dir(config))
     with config_errors():
+        source = Checkpointer(checkpoint_dir(config), remote=config.ckpt.remote)
         at = source.restore({"model": model}, step=step, fit=Fit(cast=True))
         if at is None:
-            raise ConfigError(f"{checkpoint_dir(config)} holds no committed checkpoint yet")
+            raise ConfigError(f"{source.dir} holds no committed checkpoint yet")
         if config.optim.ema_decay:
             source.restore({"ema": _Average(model)}, step=at, fit=Fit(exclude=(r"^ema\.moves$",), cast=True))
     return at

@@ -18,16 +18,24 @@ _log = logging.getLogger("kforge")
 def start_from(config: CkptConfig, model: nn.Module, optimizer: Optimizer) -> int:
     """Fill the model from `ckpt.init_from`, and nothing else: moments, data and steps start anew. Returns the step of
     the checkpoint. Raises ConfigError where there is none, and CheckpointError for one that does not fit."""
-    folder = Path(config.init_from)
-    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    source = _source(config.init_from)
     fit = Fit(config.init_exclude, tuple(config.init_rename.items()), partial=config.init_partial, cast=True)
     weights = Weights(model, optimizer)
-    step = Checkpointer(folder).restore({"model": weights}, config.init_step, fit=fit)
+    step = source.restore({"model": weights}, config.init_step, fit=fit)
     if step is None:
-        raise ConfigError(f"ckpt.init_from = {config.init_from}: {folder} holds no committed checkpoint")
+        raise ConfigError(f"ckpt.init_from = {config.init_from}: {source.dir} holds no committed checkpoint")
     weights.hand_over()
-    _log.info("weights from step %d of %s", step, folder)
+    _log.info("weights from step %d of %s", step, source.dir)
     return step
+
+
+def _source(place: str) -> Checkpointer:
+    """The checkpoints of a run, or of a folder of them; here or at a URL."""
+    if "://" in place:
+        source = Checkpointer(place)
+        return source if source.steps() else Checkpointer(f"{place.rstrip('/')}/checkpoints")
+    folder = Path(place)
+    return Checkpointer(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
 
 
 class Weights:

@@ -242,7 +242,9 @@ def run(config: JobConfig) -> int:
     torch.set_float32_matmul_precision(precision_of(config.parallel.precision).matmul)
     with build(config) as job, phase("step", config.parallel, job.mesh):
         try:
-            return Trainer(job).run()
+            code = Trainer(job).run()
+            job.checkpointer.close()  # waits for the copies of checkpoints, where they go to ckpt.remote
+            return code
         except CheckpointError as error:  # a full disk, say: known well enough to be told without a traceback
             job.log.error("%s", error)
             return FAILED
