@@ -119,3 +119,13 @@ def test_the_benchmark_of_optimizers_runs_on_a_cpu(tmp_path):
         assert kept[f"{name}: bytes a parameter"] == pytest.approx(nbytes, rel=1e-3)
     assert 6 < kept["adamw, split, 8-bit moments: bytes a parameter"] < 6.1
     assert rows["torch.optim.AdamW(fused=True)"]["unit"] == "s"
+
+
+def test_the_benchmark_of_data_runs(tmp_path):
+    words = ["--tokens", "400000", "--turns", "1", "--out", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "data.py"), *words]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "data.json", "data")
+    assert rows["best fit: fill"]["value"] > 0.97
+    assert rows["best-fit rows"]["target"] == 100e6 and rows["cut rows / loop over tokens"]["value"] > 1

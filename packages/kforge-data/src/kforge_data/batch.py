@@ -52,7 +52,8 @@ def make_batch(
         empty = np.zeros((0, row_tokens + 1), np.uint16)
         block = RowBlock(empty, none, none, none, np.empty(0, np.int16)).padded(len(row_ids))
     packed = pack_rows(block, isolate_documents=isolate_documents, cu_length=cu_length)
-    source_ids = np.repeat(block.source_ids[:, None], row_tokens, axis=1)
+    source_ids = np.empty((len(row_ids), row_tokens), np.int16)
+    source_ids[:] = block.source_ids[:, None]
     arrays = {
         "input_ids": packed.input_ids,
         "labels": packed.labels,

@@ -1,0 +1,199 @@
+"""How fast rows are made, read ahead, resumed and tokenized on one CPU, each beside what it could be at best.
+
+Documents have log-normal lengths with a mean of about 1,000 tokens; rows have 4,096, and what is timed is the whole
+batch as a model gets it. All ratios are of one run, whose parts take turns.
+
+    python benchmarks/data.py [--tokens 40000000] [--turns 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _results
+
+ROW, BATCH = 4096, 16
+
+
+def alternate(parts: dict[str, Callable[[], Any]], turns: int) -> dict[str, tuple[float, float]]:
+    """Median and spread of the seconds of each part; the parts take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(turns):
+        for name, part in parts.items():
+            start = time.perf_counter()
+            part()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: _results.median_and_spread(values) for name, values in seconds.items()}
+
+
+def write_shards(folder: Path, tokens: int) -> Any:
+    import numpy as np
+
+    from kforge_data import ShardWriter, TokenShards
+
+    rng = np.random.default_rng(0)
+    with ShardWriter(folder, vocab_size=50_000, eos_id=0) as writer:
+        while tokens > 0:
+            lengths = np.maximum(1, rng.lognormal(6.2, 1.2, 1000)).astype(np.int64)
+            writer.add_batch(rng.integers(0, 50_000, lengths.sum()), lengths, lengths)
+            tokens -= int(lengths.sum())
+    return TokenShards(folder)
+
+
+def token_loop(block: Any) -> list[Any]:
+    """What a batch holds, made token by token."""
+    starts = set(zip(block.start_rows.tolist(), block.start_columns.tolist(), strict=True))
+    batch: list[Any] = []
+    for row, tokens in enumerate(block.tokens.tolist()):
+        position, document = 0, 0
+        for column in range(ROW):
+            if (row, column) in starts:
+                position, document = 0, document + 1
+            label = -100 if (row, column + 1) in starts else tokens[column + 1]
+            batch.append((tokens[column], label, position, document))
+            position += 1
+    return batch
+
+
+def resident_bytes() -> int:
+    import os
+
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def rows_of(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
+    import numpy as np
+    import torch
+
+    from kforge_data import Loader, PackedDocuments
+    from kforge_data.batch import cu_seqlens_length, make_batch
+
+    shards = write_shards(folder / "shards", tokens)
+    start = time.perf_counter()
+    packed = PackedDocuments(shards, cache=folder / "cache")
+    plan = packed.plan(ROW)
+    planning = time.perf_counter() - start
+    rows = []
+    for name, source, target in (("cut rows", shards, 150e6), ("best-fit rows", packed, 100e6)):
+        length = cu_seqlens_length(source, row_tokens=ROW, microbatch_rows=BATCH)
+        batches = min(40, source.row_count(ROW) // BATCH)
+        positions = np.arange(batches * BATCH).reshape(batches, BATCH)
+        ids = [source.rows_at(p, row_tokens=ROW, seed=1, shuffle=True) for p in positions]
+
+        def make(source: Any = source, ids: Any = ids, length: int = length) -> Any:
+            for row_ids in ids:
+                batch = make_batch(source, row_ids, row_tokens=ROW, isolate_documents=True, cu_length=length)
+            return batch
+
+        same = [value for value in make().values() if isinstance(value, torch.Tensor)]
+
+        def copy(same: Any = same, ids: Any = ids) -> None:
+            for _ in ids:
+                for tensor in same:
+                    tensor.clone()
+
+        def loop(source: Any = source, ids: Any = ids) -> None:
+            token_loop(source.read_rows(ids[0][:2], ROW))
+
+        seconds = alternate({"make": make, "copy": copy, "loop": loop}, turns)
+        count = len(ids) * BATCH * ROW
+        rate, slow = count / seconds["make"][0], 2 * ROW / seconds["loop"][0]
+        spread = rate * seconds["make"][1] / seconds["make"][0]
+        rows.append(_results.row(name, rate, "tokens/s", target=target, spread=spread))
+        ratio = seconds["copy"][0] / seconds["make"][0]
+        rows.append(_results.row(f"{name} / copy of the same bytes", ratio, "ratio", target=0.4))
+        rows.append(_results.row(f"{name} / loop over tokens", rate / slow, "ratio", target=20.0))
+    rows.append(_results.row("best fit: fill", plan.fill, "share", target=0.97))
+    rows.append(_results.row("best fit: planning", shards.documents / planning, "documents/s"))
+
+    options: dict[str, Any] = {"row_tokens": ROW, "global_rows": BATCH, "seed": 1}
+    steps = 40
+    with (
+        Loader(shards, workers=0, **options) as bare,
+        Loader(shards, workers=2, **options) as threads,
+        Loader(shards, workers=2, worker_kind="fork", **options) as forks,
+    ):
+        parts = {"bare": bare, "threads": threads, "processes": forks}
+        for loader in parts.values():
+            loader.next()
+        timed = alternate({n: lambda one=one: [one.next() for _ in range(steps)] for n, one in parts.items()}, turns)
+    for name in ("threads", "processes"):
+        value = timed["bare"][0] / timed[name][0]
+        rows.append(_results.row(f"loader with 2 {name} / bare", value, "ratio", target=0.8))
+
+    def first(position: int) -> None:
+        with Loader(shards, workers=0, **options) as loader:
+            loader.load_state_dict({**loader.state_dict(), "position": position})
+            loader.next()
+
+    timed = alternate({"fresh": lambda: first(0), "late": lambda: first(10**9)}, turns)
+    late, fresh = timed["late"], timed["fresh"][0]
+    rows.append(
+        _results.row(
+            "first batch at row 10^9",
+            late[0],
+            "s",
+            better="lower",
+            target=fresh + 0.1,
+            reference=fresh,
+            spread=late[1],
+        )
+    )
+    with Loader(shards, workers=0, **{**options, "row_tokens": 64, "global_rows": 1000}) as loader:
+        for _ in range(20):
+            loader.next()
+        before = resident_bytes() / 1e6
+        for _ in range(180):
+            loader.next()
+        after = resident_bytes() / 1e6
+    rows.append(
+        _results.row(
+            "memory after 180,000 rows more", after, "MB", better="lower", target=before + 50, reference=before
+        )
+    )
+    return rows + tokenize_rows(folder, turns)
+
+
+def tokenize_rows(folder: Path, turns: int) -> list[dict[str, Any]]:
+    """`tokenize` of a corpus, whole, beside the library's encode_batch of the same texts alone."""
+    import json
+
+    from kforge_data import stdlib_documents, tokenize_files, train_tokenizer
+
+    texts: list[str] = []
+    for _, text in stdlib_documents():
+        if text and sum(map(len, texts)) < 4e6:
+            texts.append(text)
+    (folder / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = train_tokenizer(texts[:200], vocab_size=4096)
+    library = tokenizer._library(False)
+
+    def ours() -> None:
+        tokenize_files([folder / "t.jsonl"], folder / "tokens", tokenizer=tokenizer, overwrite=True)
+
+    def alone() -> None:
+        library.encode_batch_fast(texts, add_special_tokens=False)
+
+    seconds = alternate({"ours": ours, "alone": alone}, turns)
+    value = seconds["alone"][0] / seconds["ours"][0]
+    return [_results.row("tokenize / encode_batch alone", value, "ratio", target=0.9)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=40_000_000)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=_results.RESULTS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = rows_of(Path(folder), arguments.tokens, arguments.turns)
+    _results.write("data", rows, _results.environment(), arguments.out)
+
+
+if __name__ == "__main__":
+    main()
