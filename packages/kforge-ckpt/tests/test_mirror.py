@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kforge_ckpt import Checkpointer, CheckpointError, commit, files, retrying
+from kforge_ckpt import Checkpointer, CheckpointError, CkptConfig, commit, files, retrying
 from kforge_ckpt.files import entries, place
 from kforge_ckpt.retrying import Patience
 from kforge_testing import RankFailure, run_ranks
@@ -185,3 +185,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         Checkpointer("memory://a", remote="memory://b")
     with pytest.raises(ValueError, match="is no URL"):
         Checkpointer(tmp_path, remote=str(tmp_path / "b"))
+    with pytest.raises(ValueError, match=r"ckpt\.remote = 'bucket/run' is no URL"):
+        CkptConfig(remote="bucket/run")
+    with pytest.raises(ValueError, match=r"ckpt\.remote = 's3://b' is for a folder, and ckpt\.dir is a URL"):
+        CkptConfig(dir="s3://a", remote="s3://b")
+    with pytest.raises(ValueError, match=r"ckpt\.writer = 'process' is for a folder"):
+        CkptConfig(dir="s3://a", writer="process")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from kforge_ckpt import retrying
@@ -63,6 +64,9 @@ class Store:
         self.is_s3 = self.fs.protocol == "s3" or "s3" in tuple(self.fs.protocol)
         if self.is_s3:
             self.fs.retries = 1
+        # Newer ones of s3fs would ask for the size first, to read in several requests.
+        one = self.is_s3 and "max_concurrency" in signature(self.fs._cat_file).parameters
+        self.whole: dict[str, Any] = {"max_concurrency": 1} if one else {}
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the file system, once; TimeoutError when the whole answer is not there in time."""
@@ -144,9 +148,7 @@ class RemotePath:
         return int(self._ask("looking at", "info", self.key)["size"])
 
     def read_bytes(self) -> bytes:
-        # s3fs would ask for the size first, to read in several requests.
-        how = {"max_concurrency": 1} if self.store.is_s3 else {}
-        return bytes(self._ask("reading", "cat_file", self.key, **how))
+        return bytes(self._ask("reading", "cat_file", self.key, **self.store.whole))
 
     def write_bytes(self, data: bytes) -> None:
         """Make an object, or replace it, whole and at once."""

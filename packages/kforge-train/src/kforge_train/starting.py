@@ -18,7 +18,7 @@ _log = logging.getLogger("kforge")
 def start_from(config: CkptConfig, model: nn.Module, optimizer: Optimizer) -> int:
     """Fill the model from `ckpt.init_from`, and nothing else: moments, data and steps start anew. Returns the step of
     the checkpoint. Raises ConfigError where there is none, and CheckpointError for one that does not fit."""
-    source = _source(config.init_from)
+    source = source_of(config.init_from)
     fit = Fit(config.init_exclude, tuple(config.init_rename.items()), partial=config.init_partial, cast=True)
     weights = Weights(model, optimizer)
     step = source.restore({"model": weights}, config.init_step, fit=fit)
@@ -29,7 +29,7 @@ def start_from(config: CkptConfig, model: nn.Module, optimizer: Optimizer) -> in
     return step
 
 
-def _source(place: str) -> Checkpointer:
+def source_of(place: str) -> Checkpointer:
     """The checkpoints of a run, or of a folder of them; here or at a URL."""
     if "://" in place:
         source = Checkpointer(place)
