@@ -45,6 +45,13 @@ class S3:
         self._moto: Wsgi = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": "AKIAWITNESS00000",
+            "AWS_SECRET_ACCESS_KEY": "witness-of-a-secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.url,
+        }
+        """For processes that were forked before it was there, too: they take it as an argument."""
         self.bucket = ""
         self.clear()
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -128,12 +135,7 @@ def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """An empty bucket, ``s3.bucket``; no pause between attempts."""
     import urllib.request
 
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "AKIAWITNESS00000",
-        "AWS_SECRET_ACCESS_KEY": "witness-of-a-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": s3_server.url,
-    }.items():
+    for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(retrying, "pause", lambda seconds: None)
     s3_server.bucket = f"bucket{next(_numbers)}"

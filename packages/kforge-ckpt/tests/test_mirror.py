@@ -165,7 +165,7 @@ def test_kill_9_in_the_middle_of_a_copy(s3: Any, tmp_path: Path, point: str) -> 
     """Outcome: nothing of it is seen; the next run sends what is missing, and not again what is there."""
     url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
     with pytest.raises(RankFailure):
-        run_ranks(copy_and_die, 1, str(folder), url, point, init=False)
+        run_ranks(copy_and_die, 1, str(folder), url, point, init=False, env=s3.environment)
     there = list(commit.committed(place(url)))
     assert there in ([1], [1, 2])
     bare = Checkpointer(tmp_path / "bare", remote=url)

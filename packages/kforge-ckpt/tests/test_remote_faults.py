@@ -356,7 +356,7 @@ def test_kill_9_in_the_middle_of_an_upload(s3: Any, point: str, options: dict[st
     lease of the dead process is taken over."""
     url = f"s3://{s3.bucket}/run"
     with pytest.raises(RankFailure):
-        run_ranks(save_and_die, 1, url, point, options, init=False)
+        run_ranks(save_and_die, 1, url, point, options, init=False, env=s3.environment)
     assert Checkpointer(url).steps() == ([1, 2] if point == "marker written" else [1])
     if point != "marker written":
         assert restored(url) == 1
@@ -384,10 +384,10 @@ def sharded(rank: int, world: int, url: str, step: int) -> None:
 
 def test_ranks_send_their_own_files_and_read_their_own_ranges(s3: Any) -> None:
     url = f"s3://{s3.bucket}/run"
-    run_ranks(sharded, 2, url, 5)
+    run_ranks(sharded, 2, url, 5, env=s3.environment)
     assert sum("tensors-0000" in key for key in s3.names()) == 2
     s3.requests.clear()
-    run_ranks(sharded, 4, url, 0)
+    run_ranks(sharded, 4, url, 0, env=s3.environment)
     read = 0
     for request in s3.requests:
         if request.method == "GET" and "tensors-0000" in request.path:
@@ -410,6 +410,6 @@ def test_one_rank_that_is_denied_fails_all(s3: Any) -> None:
     s3.fault = lambda request: (
         s3.error(403, "AccessDenied") if request.method == "PUT" and "rank-00001.json" in request.path else None
     )
-    texts = run_ranks(denied_rank, 2, url)
+    texts = run_ranks(denied_rank, 2, url, env=s3.environment)
     assert texts[0] == texts[1] and re.search(r"rank 1: writing .*rank-00001.json was denied", texts[0])
     assert [name for name in entries(place(url)) if name.startswith("step_")] == []
