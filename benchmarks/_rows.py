@@ -29,6 +29,7 @@ class Row:
     reshard_after_forward: bool = False
     isolate_documents: bool = False
     storage: str = "fp32"
+    fp8: str = "none"
     moments: str = "fp32"
     compile: bool = True
     device: str = "cuda"
@@ -57,6 +58,7 @@ class Row:
             "data.isolate_documents": self.isolate_documents,
             "parallel.precision": "bf16",
             "parallel.storage": self.storage,
+            "parallel.fp8": self.fp8,
             "parallel.recompute": self.recompute,
             "parallel.reshard_after_forward": self.reshard_after_forward,
             "parallel.compile": self.compile,
@@ -100,6 +102,18 @@ ROWS = {
             warmup_steps=2,
             timed_steps=10,
             target=12_600,
+        ),
+        Row(name="1b-fp8", preset="llama3-1b", fp8="tensorwise", target=70_000, timed_steps=15),
+        Row(
+            name="8b-fp8",
+            preset="llama3-8b",
+            microbatch_rows=1,
+            recompute="full",
+            reshard_after_forward=True,
+            fp8="tensorwise",
+            warmup_steps=2,
+            timed_steps=10,
+            target=17_500,
         ),
         # 24 layers of 8 experts, 9.2 B parameters: split storage and bf16 moments, 74 GB, and 37 GB of fp32 gradients
         # leave room for the activations of two rows.

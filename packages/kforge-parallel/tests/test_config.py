@@ -67,7 +67,7 @@ def test_a_value_of_another_kind_is_refused_with_what_to_use(field, value, says)
 
 def test_every_field_is_of_a_kind_that_is_checked():
     for field in dataclasses.fields(ParallelConfig):
-        wrong = 2 if field.name == "pp_layers" else ()
+        wrong = 2 if isinstance(field.default, tuple) else ()
         with pytest.raises(ValueError, match=rf"parallel\.{field.name} = {re.escape(str(wrong))}"):
             ParallelConfig(**{field.name: wrong})
     assert ParallelConfig(init_timeout_s=60).init_timeout_s == 60  # a whole number is a number
@@ -82,6 +82,7 @@ def test_every_field_is_of_a_kind_that_is_checked():
         ({"pp_stages": -1, "pp_schedule": "interleaved_zero_bubble"}, "parallel.pp_stages = -1"),
         ({"pp_layers": (2, 0)}, r"parallel.pp_layers = \(2, 0\) must be whole numbers of at least 1"),
         ({"pp_layers": (2, True)}, "must be whole numbers"),
+        ({"fp8_skip": ("*head", 3)}, r"parallel.fp8_skip = \('\*head', 3\) must be patterns of names"),
         ({"pp_layers": (2, 2), "pp_split": "cost"}, "parallel.pp_split = cost both deal blocks to stages; give one"),
     ],
     ids=str,

@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "model.expert_capacity": 1.5,
     "parallel.dp_shard": 2,
     "parallel.pp_layers": [3, 5],
+    "parallel.fp8_skip": ["*.wo"],
     "data.microbatch_rows": 4,
     "data.mixture": [{"name": "web", "path": "web"}],
     "data.mixture_by": "documents",

@@ -21,6 +21,8 @@ class StackedLinear(nn.Module):
     """
 
     init: ClassVar[dict[str, str]] = {"weight": "matrix", "bias": "zeros"}
+    is_linear: ClassVar[bool] = True
+    """Tells who replaces products (by such in FP8, say) that this module is one, as an nn.Linear is."""
 
     def __init__(self, in_features: int, shape: tuple[int, ...], bias: bool = False) -> None:
         super().__init__()

@@ -153,3 +153,29 @@ def no_greeting(stage: object) -> None:
     is its own neighbour (V schedules) would send to itself. Groups connect at the first transfer all the same. Later
     versions greet in another way. Stands in for nothing public."""
     stage._get_init_p2p_neighbors_ops = list  # type: ignore[attr-defined]
+
+
+def local_tensor(parameter: Any) -> Any:
+    """The very tensor that a DTensor holds, or a plain tensor itself. Stands in for ``to_local``, which gives a wrapper
+    of a parameter's from torch 2.13 on."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def extend_gather(root: torch.nn.Module, parameters: set[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Those of ``parameters`` whose all-gather may have extensions: FSDP2 shards them into parts of one size. Stands in
+    for tensor subclasses, the one public way: FSDP2 looks for the methods when it gathers, but readies itself for them
+    when it wraps, and between the two parameters are still on meta."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
+
+    found: list[torch.nn.Parameter] = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+                even = parameter.sharded_size == parameter.padded_sharded_param_size
+                whole = parameter.sharded_size.numel() * parameter.mesh_info.shard_mesh_size
+                if parameter.sharded_param in parameters and even and whole == parameter._orig_size.numel():
+                    parameter._extensions_data = ExtensionsData()
+                    found.append(parameter.sharded_param)
+    return found

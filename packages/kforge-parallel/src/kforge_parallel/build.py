@@ -1,6 +1,6 @@
 """`parallelize`: from a function that builds a model to that model, spread over the mesh and filled.
 
-The order is fixed, as each step needs what the one before left: build on meta, cut into stages, expert, tensor and
+The order is fixed, as each step needs what the one before left: build on meta, cut into stages, FP8, expert, tensor and
 context parallelism, recompute, compile, shard, allocate, fill. A model that can say how each of its values starts
 (``init_weights``, or the ``init`` argument) is never whole on one device. Any other is built on the CPU, and rank 0's
 values are given to all.
@@ -8,6 +8,7 @@ values are given to all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from kforge_parallel.compile import compile_blocks
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.context import spread_attention
 from kforge_parallel.expert import find_mixtures, spread_experts
+from kforge_parallel.fp8 import check_device, described, multiply_in_fp8
+from kforge_parallel.fp8_gather import gather_in_fp8
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.pipeline import cut, find_twins, stages_of, take_own
@@ -31,6 +34,8 @@ from kforge_parallel.precision import precision_of
 from kforge_parallel.replicas import check_replicas
 from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.tensor import apply_plan
+
+_log = logging.getLogger("kforge_parallel")
 
 
 def parallelize(
@@ -93,6 +98,7 @@ def parallelize(
     for part, root in zip(parts, roots, strict=True):
         block_list = find_blocks(part, blocks)
         own = words if words is None or part is whole else words.of(part)
+        _to_fp8(part, config, mesh, own)
         experts = []
         if part is whole or not mixed or find_mixtures(part):  # a stage may have none of the model's
             experts = spread_experts(part, mesh, own.parameters if own else {})
@@ -137,6 +143,9 @@ def parallelize(
             parameter.grad_dtype = precision.reduce
         if cast_inputs:
             model.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
+    if wrapped and not config.cpu_offload:  # what is offloaded is copied before it is gathered, and cast after
+        for root in roots:
+            gather_in_fp8(root, mesh)
     check_replicas(model)
     return model
 
@@ -146,6 +155,27 @@ def keeps_gathered(config: ParallelConfig, mesh: Mesh) -> bool:
     apart looks them up among the parameters, and finds shards where FSDP has freed what it gathered: their gradients
     would be wrong or missing, and nothing would say so."""
     return mesh.pp_size > 1 and SCHEDULES[config.pp_schedule].splits_backward
+
+
+def _to_fp8(part: nn.Module, config: ParallelConfig, mesh: Mesh, words: Resolved | None) -> None:
+    """Let linear modules multiply in FP8, and log which do and which do not."""
+    if config.fp8 == "none":
+        return
+    check_device(config.fp8, mesh.device)
+    if mesh.device.type == "cuda" and config.precision != "bf16":
+        raise ValueError(
+            f"parallel.fp8 = {config.fp8} gives bf16 on a GPU, but parallel.precision = {config.precision}; set it to "
+            "bf16, or fp8 to none"
+        )
+    named = {} if words is None else words.parameters
+    reasons = multiply_in_fp8(part, config.fp8, config.fp8_skip, named, mesh.tp_size)
+    if not any(not reason for reason in reasons.values()) and mesh.pp_size == 1:
+        raise ValueError(
+            f"parallel.fp8 = {config.fp8}, but no module would multiply in it: {described(reasons)}; set it to "
+            "none, or change fp8_skip or the sizes"
+        )
+    if dist.get_rank() == 0:
+        _log.info("parallel.fp8 = %s: %s", config.fp8, described(reasons))
 
 
 def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:

@@ -55,6 +55,13 @@ class ParallelConfig:
     bits that are missing, together the same fp32 weight; no fp32 copy and no cast before the all-gather.
     stochastic: bf16 weights alone, rounded up or down at random after each step, so that they are right on average.
     Both go with bf16 only."""
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Linear modules multiply in FP8. tensorwise: output and both gradients, one scale a tensor; the fastest, and
+    weights travel in 8 bits. rowwise: one scale a row, the gradients of weights in bf16; more exact and slower. Needs a
+    GPU of compute capability 8.9 or above; on the CPU it is computed exactly and slowly, for tests. Modules with a
+    size that is no multiple of 16 stay as they are, and are logged."""
+    fp8_skip: tuple[str, ...] = ("*head", "*router", "*.gate", "*.experts.*")
+    """Modules that do not multiply in FP8: patterns of whole names, with * and ? (``fnmatch``)."""
     recompute: Literal["none", "full"] = "none"
     """Activations kept for backward: all of them, or only each block's input (the block runs again in backward)."""
     compile: bool = False
@@ -82,7 +89,18 @@ class ParallelConfig:
     """How long processes wait for each other in a transfer of training, in seconds: longer than the slowest step,
     evaluation or save of any of them."""
 
+    @property
+    def layout_exact(self) -> bool:
+        """Whether losses are the same on any layout but for rounding. FP8 rounds the smallest values of a tensor by its
+        largest, and which tokens are in one tensor depends on the layout."""
+        return self.fp8 == "none"
+
     def __post_init__(self) -> None:
+        if isinstance(self.fp8, str) and self.fp8.lower() in ("mxfp8", "nvfp4"):
+            raise ValueError(
+                f"parallel.fp8 = {self.fp8} scales blocks of 16 or 32 values, which Blackwell GPUs multiply and this "
+                "version does not; use tensorwise or rowwise"
+            )
         kinds = get_type_hints(type(self))
         for field in fields(self):
             _check_kind(f"parallel.{field.name}", getattr(self, field.name), kinds[field.name])
@@ -113,6 +131,8 @@ class ParallelConfig:
                 f"parallel.pp_layers = {self.pp_layers} and parallel.pp_split = {self.pp_split} both deal blocks to "
                 "stages; give one of them"
             )
+        if any(type(pattern) is not str or not pattern for pattern in self.fp8_skip):
+            raise ValueError(f"parallel.fp8_skip = {self.fp8_skip} must be patterns of names, as in ('*head',)")
         if self.prefetch < 0:
             raise ValueError(f"parallel.prefetch = {self.prefetch} must be 0 (torch's order) or more blocks")
         if self.storage != "fp32" and self.precision != "bf16":
@@ -135,7 +155,7 @@ def _check_kind(name: str, value: object, kind: Any) -> None:
     words = get_args(kind)
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple):
-            raise ValueError(f"{name} = {value!r} must be a tuple of numbers")
+            raise ValueError(f"{name} = {value!r} must be a tuple")
     elif words:
         if value not in words:
             raise ValueError(f"{name} = {value!r} is unknown; use one of {', '.join(words)}")

@@ -214,6 +214,8 @@ class Trainer:
         job.tracker.event("start", self.next_step, {**values, "layout": layout, "parameters": job.parameters})
         if not self.config.model.layout_exact:
             job.log.info("the losses depend on how the batch is spread: model.expert_capacity, or balance_over = batch")
+        if not self.config.parallel.layout_exact:
+            job.log.info("the losses depend a little on how the batch is spread: parallel.fp8")
         for what, how in precision_table(self.config.parallel, job.mesh.size).items():
             job.log.info("%s: %s", what, how)
 
