@@ -26,6 +26,7 @@ PARTS_AT_ONCE = 4
 """Of one object; so many parts, and one more, are held in memory."""
 WINDOW_BYTES = 2**20
 """At least so much is read at once."""
+_memory = threading.Lock()
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
@@ -70,6 +71,9 @@ class Store:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the file system, once; TimeoutError when the whole answer is not there in time."""
+        if self.fs.protocol == "memory":  # whose dict is not made for several threads
+            with _memory:
+                return getattr(self.fs, method)(*args, **kwargs)
         if not self.fs.async_impl:
             return getattr(self.fs, method)(*args, **kwargs)
         from fsspec.asyn import sync  # type: ignore[import-untyped]
