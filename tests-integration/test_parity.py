@@ -85,6 +85,27 @@ def test_axes_together_equal_one_process(tokens, tmp_path, optimizer):
         check_spread(one, run_ranks(three_steps, 2 if name == "tp2" else 4, config, init=False))
 
 
+def test_fp8_agrees_within_its_bound(tokens, tmp_path):
+    """Not exact (`ParallelConfig.layout_exact`): values below the normal range round by the largest of their tensor, by
+    up to 2⁻¹⁷ of it. Losses, first gradients and their norm stay within 1e-3; a weight cast under the scale of one rank
+    only is off by a power of two."""
+    changes = {"parallel__fp8": "tensorwise", "data__microbatch_rows": 1, "model__dim": 32, "model__vocab_size": 64}
+    config = job(tokens, tmp_path / "one", **changes)
+    assert not config.parallel.layout_exact
+    losses, norms, gradients, *_ = run_ranks(three_steps, 1, config, init=False)[0]
+    bf16 = job(tokens, tmp_path / "none", **{**changes, "parallel__fp8": "none"})
+    plain = run_ranks(three_steps, 1, bf16, init=False)[0]
+    assert 1e-3 < worst(gradients[0], plain[2][0]) < 0.5  # it is in use, and near
+    assert losses == pytest.approx(plain[0], rel=0.02)
+    for axes in ({}, {"parallel__tp": 2}):
+        config = job(tokens, tmp_path / str(len(axes)), **changes, **axes)
+        for mine in run_ranks(three_steps, 2, config, init=False):
+            assert mine[0][0] == pytest.approx(losses[0], rel=1e-5)
+            assert mine[0] == pytest.approx(losses, rel=1e-3)
+            assert mine[1][0] == pytest.approx(norms[0], rel=1e-3)
+            assert worst(mine[2][0], gradients[0]) < 1e-3
+
+
 def test_the_loss_is_that_of_an_independent_mean(tokens, tmp_path):
     """The first logged loss is the mean over scored tokens of the whole batch, whatever the microbatches."""
     config = job(tokens, tmp_path / "run", data__microbatch_rows=2)

@@ -8,6 +8,7 @@ from chunks import packed, ring_by_chunks, whole_attention
 from toy import IDS, Toy, fill
 
 import kforge_parallel as kp
+from kforge_parallel import fp8
 
 
 @pytest.fixture
@@ -158,3 +159,65 @@ def test_queries_of_each_rank_against_gathered_keys_are_plain_attention(window, 
     gradients = zip("qkv", (x.grad for x in parts), (x.grad for x in inputs), strict=True)
     for name, mine, expected in (("out", out, right.detach()), *gradients):
         assert error(mine, expected) < 1e-2, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 56])
+@pytest.mark.parametrize(("dim", "gradient"), [(None, fp8.E4M3), (None, fp8.E5M2), (1, fp8.E4M3)], ids=str)
+def test_products_in_fp8_equal_the_product_of_what_the_bits_say(rows, dim, gradient):
+    random = torch.Generator().manual_seed(7)
+    a, a_unit = fp8.quantize(torch.randn(rows, 96, generator=random), gradient, dim)
+    b, b_unit = fp8.quantize(torch.randn(48, 96, generator=random), fp8.E4M3, dim)
+    units = (a_unit, b_unit.t()) if dim else (a_unit, b_unit)
+    right = (a.double() * units[0]) @ (b.double().t() * units[1])
+    size = (a.double() * units[0]).abs() @ (b.double().t() * units[1]).abs()
+    for fast in (False, True):
+        got = fp8.product(a.cuda(), units[0].cuda(), b.cuda().t(), units[1].cuda(), torch.bfloat16, fast=fast)
+        # A result in bf16; tensor cores keep 13 bits of a sum, or more.
+        assert ((got.cpu().double() - right).abs() <= right.abs() * 2.0**-8 + size * 2.0**-10).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["tensorwise", "rowwise"])
+def test_a_module_in_fp8_equals_the_cpu_waits_for_nothing_and_is_one_graph(mode):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 48, bias=False).bfloat16()
+    x, g = torch.randn(40, 64).bfloat16(), torch.randn(40, 48).bfloat16()  # 40 tokens: padded in the sum over them
+    fp8.multiply_in_fp8(layer, mode, ())
+
+    def run(module, device, call=None):
+        own = x.to(device, copy=True).requires_grad_()
+        module.weight.grad = None
+        y = (call or module)(own)
+        y.backward(g.to(device))
+        return [t.detach().float().cpu() for t in (y, own.grad, module.weight.grad)]
+
+    right = run(layer, "cpu")
+    layer = layer.cuda()
+    run(layer, "cuda")
+    inputs = x.cuda().requires_grad_(), g.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(inputs[0]).backward(inputs[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got in (run(layer, "cuda"), run(layer, "cuda", torch.compile(layer, fullgraph=True))):
+        for mine, expected in zip(got, right, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=2.0**-7, atol=2.0**-7 * expected.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"compile": True, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("mode", ["tensorwise", "rowwise"])
+def test_a_model_in_fp8_is_near_the_one_in_bf16(mesh, mode, options):
+    def loss_and_gradients(**more):
+        model = kp.parallelize(lambda: Toy(dim=32), mesh, init=fill, precision="bf16", gradients="sum", **more)
+        loss = model(IDS.cuda()).float().logsumexp(-1).sum()
+        loss.backward()
+        return loss.item(), {name: p.grad.to_local().cpu() for name, p in model.named_parameters()}
+
+    loss, gradients = loss_and_gradients()
+    got_loss, got = loss_and_gradients(fp8=mode, **options)
+    assert got_loss == pytest.approx(loss, rel=0.05)
+    name = "layers.0.linear.weight"
+    assert 1e-4 < (got[name] - gradients[name]).norm() / gradients[name].norm() < 0.5
