@@ -203,6 +203,10 @@ ERRORS = {
 }
 ELSEWHERE = {
     "parallel.compile": "test_compile_compiles",
+    **dict.fromkeys(
+        ["parallel.recompute_every", "parallel.recompute_keep", "parallel.offload_activations"],
+        "test_blocks_keep_activations_as_told",
+    ),
     "parallel.init_timeout_s": "test_time_outs_reach_the_group",
     "parallel.step_timeout_s": "test_time_outs_reach_the_group",
     "parallel.build_timeout_s": "test_time_outs_reach_the_group",
@@ -393,6 +397,34 @@ def test_compile_compiles(tokens, tmp_path):
     for compile, expected in ((False, [False, False]), (True, [True, True])):
         config = base_job(tokens, tmp_path / str(compile), parallel__compile=compile)
         assert run_ranks(compiled_blocks, 1, config)[0] == expected
+
+
+def told_to_keep(rank, world, config):
+    """What is asked of the blocks."""
+    import kforge_parallel.build as parallel
+    from kforge_train.build import build
+
+    told = []
+    parallel.recompute_blocks = lambda blocks, mode, **options: told.append((mode, options["every"], options["keep"]))
+    parallel.offload_blocks = lambda blocks: told.append(len(blocks))
+    with build(config):
+        return told
+
+
+def test_blocks_keep_activations_as_told(tokens, tmp_path):
+    keep = ("products", "attention", "transfers", "routing")
+    for i, (options, expected) in enumerate(
+        [
+            ({}, [("none", 1, keep)]),
+            ({"recompute": "selective", "recompute_keep": ("aten.mm",)}, [("selective", 1, ("aten.mm",))]),
+            (
+                {"recompute": "full", "recompute_every": 2, "offload_activations": True},
+                [("full", 2, keep), 2],
+            ),
+        ]
+    ):
+        config = base_job(tokens, tmp_path / str(i), **{f"parallel__{name}": value for name, value in options.items()})
+        assert run_ranks(told_to_keep, 1, config)[0] == expected
 
 
 def group_options(rank, world, config):

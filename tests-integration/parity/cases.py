@@ -263,11 +263,18 @@ VARIANTS: dict[str, Variant] = {
     "compiled-3-full": Variant(accumulate=3, parallel={"compile": True, **FULL}),
     "kept": Variant(accumulate=3, parallel={"reshard_after_forward": False, "prefetch": 1}),
     "each": Variant(accumulate=3, parallel={"accumulate": "sharded"}),
+    "selective-3": Variant(accumulate=3, parallel={"recompute": "selective"}),
+    "every-offloaded-3": Variant(accumulate=3, parallel=FULL | {"recompute_every": 2, "offload_activations": True}),
+    "offloaded-3": Variant(accumulate=3, parallel={"offload_activations": True}),
+    "compiled-selective": Variant(parallel={"compile": True, "recompute": "selective"}),
+    "compiled-offloaded": Variant(parallel={"compile": True, "offload_activations": True}),
     "wide-3-full": Variant(accumulate=3, parallel=FULL, rows=2 * ROWS),  # for 8 data ranks
 }
 EXACT = tuple(name for name in VARIANTS if name.startswith(("packed", "plain")))
 HALF = ("packed", "packed-3-full", "plain-3", "plain-full")  # every pair of choices
 SOME = ("packed-3-full", "plain")
+KEPT = ("selective-3", "offloaded-3", "every-offloaded-3")
+"""Ways of keeping activations beside a whole recomputation."""
 
 OPTIONS = tuple(name for name in list(MODELS)[4:] if name not in EXPERTS and name not in DEEP)
 """What a dense model can be beside Llama's shape: each under shards, under tensor parallelism, and under both."""
@@ -322,6 +329,8 @@ STAGES: list[tuple[str, str, tuple[str, ...]]] = [
     ("shard2-pp2", "deep-tied", ("kept", "uneven", "compiled-3")),
     *(("shard2-pp2", model, ("packed-3",)) for model in ("deep-further", "deep-further-tied", "deep-experts")),
     *(("pp4" + how, "deep8-tied", ("packed-6",)) for how in ("", "-zbv")),
+    ("shard2-pp2", "deep-tied", KEPT),
+    ("pp2-zbv", "deep-tied", ("offloaded-3",)),
     ("pp3-layers", "deep-tied", ("packed-3", "uneven")),
     ("pp2", "deep-tied", (*IN_STAGES, "uneven", "compiled-3")),
     ("pp2-gpipe", "deep-tied", ("packed", "packed-3-full", "plain-3", "uneven")),
@@ -383,6 +392,9 @@ TABLE: list[tuple[str, str, tuple[str, ...]]] = [
     *((layout, model, ("packed-3-full",)) for model in OPTIONS for layout in ("shard2-tp2", "shard2")),
     *((layout, model, ("plain",)) for model in OPTIONS for layout in ("tp2", "tp2-whole")),
     *(("tp4", model, ("packed",)) for model in ("sandwich", "biases", "sinks", "post")),
+    *((layout, "untied", KEPT) for layout in ("cp2", "cp2-ring", "cp2-ulysses", "tp2", "shard2")),
+    *((layout, "experts-bias", KEPT) for layout in ("shard2-ep2", "tp2-ep2")),
+    *((layout, "untied", ("compiled-selective", "compiled-offloaded")) for layout in ("tp2", "cp2", "one")),
     *STAGES,
     *(("tp2", model, ("compiled",)) for model in ("latent-q", "windows", "sinks", "soft-caps")),
 ]

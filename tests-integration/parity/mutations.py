@@ -29,7 +29,9 @@ import kforge_parallel.build
 import kforge_parallel.collectives
 import kforge_parallel.context
 import kforge_parallel.expert
+import kforge_parallel.kept
 import kforge_parallel.mesh
+import kforge_parallel.offload
 import kforge_parallel.partial_attention
 import kforge_parallel.pipeline
 import kforge_parallel.ring
@@ -436,6 +438,32 @@ def recomputed_from_a_copy():
     kforge_parallel.activation.checkpoint = cut_off
 
 
+@mutation(
+    "what a transfer gave is kept for the transfer after it", "tp2", variant="selective-3", kind="invalid for input"
+)
+def kept_out_of_order():
+    enter = kforge_parallel.kept._During.__enter__
+
+    def reversed_when_run_again(self):
+        enter(self)
+        if self.start == 0:
+            self.kept.results.reverse()
+
+    kforge_parallel.kept._During.__enter__ = reversed_when_run_again
+
+
+@mutation("what comes back from host memory is a number off", "shard2", variant="offloaded-3")
+def offloaded_a_number_off():
+    away = kforge_parallel.offload._Away.__init__
+
+    def late(self, trip, tensor):
+        away(self, trip, tensor)
+        if tensor.is_floating_point():
+            self.host.view(torch.uint8).copy_(self.host.roll(8))
+
+    kforge_parallel.offload._Away.__init__ = late
+
+
 # ---------------------------------------------------------------------------------------------------- experts
 
 
@@ -498,7 +526,9 @@ def no_shared_experts():
     kforge_model.moe.layer.MoE.forward = forward
 
 
-@mutation("the bias moves whenever a block is run", "shard2-ep2", "experts-bias", "packed-3-full", "recomputed meta")
+@mutation(
+    "the bias moves whenever a block is run", "shard2-ep2", "experts-bias", "packed-3-full", "would change it twice"
+)
 def bias_moves_in_forward():
     balanced = kforge_model.moe.layer.balanced
 

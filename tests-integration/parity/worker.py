@@ -112,6 +112,7 @@ def start(layout, fault=None):
     """Join the group, after a fault is planted."""
     import kforge_parallel.build
 
+    kforge_parallel.offload.SMALL = 0
     kforge_parallel.build.compile_blocks = partial(kforge_parallel.build.compile_blocks, backend="aot_eager")
     if fault is not None:
         import mutations

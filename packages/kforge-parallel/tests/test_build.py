@@ -50,9 +50,10 @@ def train(rank, world, tied, options, from_meta, accumulate=1):
         ({}, True, 1),
         ({}, False, 1),
         ({"recompute": "full"}, True, 1),
+        ({"recompute": "selective", "recompute_every": 2}, True, 1),
         ({"reshard_after_forward": False}, True, 1),
     ],
-    ids=["meta", "built", "recompute", "keep-gathered"],
+    ids=["meta", "built", "recompute", "selective", "keep-gathered"],
 )
 def test_layout_changes_nothing(world, tied, options, from_meta, accumulate):
     ref_losses, ref_gradients, ref_weights = plain_steps(tied)
@@ -202,6 +203,6 @@ def unknown_options(rank, world):
 def test_unknown_words_list_the_known_ones():
     precision, recompute, gradients, blocks = run_ranks(unknown_options, 1)[0]
     assert "'fp8'" in precision and "bf16, fp16, tf32, fp32, fp64" in precision
-    assert "'some'" in recompute and "none, full" in recompute
+    assert "'some'" in recompute and "none, full, selective" in recompute
     assert "'max'" in gradients
     assert "'blocks'" in blocks and "layers" in blocks

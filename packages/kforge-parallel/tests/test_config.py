@@ -56,7 +56,7 @@ def test_values_that_cannot_be_are_named(field, value):
         ("device", "gpu", "= 'gpu' is unknown; use one of auto, cpu, cuda"),
         ("storage", "splt", "= 'splt' is unknown; use one of fp32, split, stochastic"),
         ("precision", "fp8", "= 'fp8' is unknown; use one of bf16, fp16, tf32, fp32, fp64"),
-        ("recompute", True, "= True is unknown; use one of none, full"),
+        ("recompute", True, "= True is unknown; use one of none, full, selective"),
         ("accumulate", ["sharded"], "= ['sharded'] is unknown; use one of unsharded, sharded"),
     ],
 )
@@ -88,6 +88,23 @@ def test_every_field_is_of_a_kind_that_is_checked():
     ids=str,
 )
 def test_a_pipeline_is_told_of_in_one_way(fields, says):
+    with pytest.raises(ValueError, match=says):
+        ParallelConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"recompute_every": 2}, "recompute_every = 2 cannot be with parallel.recompute = none"),
+        ({"recompute_every": 0, "recompute": "full"}, "recompute_every = 0 .* at least 1"),
+        ({"recompute_keep": (), "recompute": "selective"}, r"recompute_keep = \(\) must name operations; to keep none"),
+        ({"recompute_keep": (1,), "recompute": "selective"}, r"recompute_keep = \(1,\) must name operations"),
+        ({"recompute_keep": ("products",), "recompute": "full"}, "= full; set it to selective, or leave"),
+        ({"offload_activations": True, "recompute": "selective"}, "set recompute to full or none, or offload"),
+    ],
+    ids=str,
+)
+def test_activations_are_kept_in_one_way(fields, says):
     with pytest.raises(ValueError, match=says):
         ParallelConfig(**fields)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from kforge_parallel import ParallelConfig
 from kforge_parallel.testing import compare
-from kforge_testing import run_ranks
+from kforge_testing import RankFailure, run_ranks
 
 # ------------------------------------------------------------------------------------------ the exchange alone
 
@@ -271,6 +271,18 @@ def test_compiled_blocks_compute_the_same_and_can_run_again_in_backward():
 
 
 # ------------------------------------------------------------------------------------------ what cannot be
+
+
+def selective_and_compiled(rank, world):
+    from kforge_parallel import launch, parallelize
+
+    options = {"precision": "fp64", "recompute": "selective", "compile": True}
+    parallelize(mixture.Model, launch(), init=mixture.fill, **options)
+
+
+def test_a_selective_recomputation_of_several_graphs_is_refused():
+    with pytest.raises(RankFailure, match="sees no operation inside of a compiled graph, and with"):
+        run_ranks(selective_and_compiled, 1, init=False)
 
 
 class Ragged(nn.Module):

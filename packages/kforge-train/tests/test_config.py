@@ -52,6 +52,7 @@ OTHER: dict[str, Any] = {
     "parallel.dp_shard": 2,
     "parallel.pp_layers": [3, 5],
     "parallel.fp8_skip": ["*.wo"],
+    "parallel.recompute_keep": ["aten.mm"],
     "data.microbatch_rows": 4,
     "data.mixture": [{"name": "web", "path": "web"}],
     "data.mixture_by": "documents",
@@ -119,6 +120,8 @@ WITH: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["model.rope_factor", "model.rope_original_len", "model.rope_attn_factor"], YARN),
     **dict.fromkeys(["model.rope_low", "model.rope_high"], LLAMA3),
     "model.mtp_weight": {"model.mtp_depth": 1},
+    "parallel.recompute_every": {"parallel.recompute": "full"},
+    "parallel.recompute_keep": {"parallel.recompute": "selective"},
     "parallel.pp_stages": {"parallel.pp_schedule": "interleaved_1f1b"},
 }
 # What can only change together with others.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kforge_parallel.layout import LAYOUT_CLASSES as LAYOUT_CLASSES
     from kforge_parallel.layout import check_layout as check_layout
     from kforge_parallel.mesh import Mesh as Mesh
+    from kforge_parallel.offload import offload_blocks as offload_blocks
     from kforge_parallel.phases import phase as phase
     from kforge_parallel.picture import MeshTable as MeshTable
     from kforge_parallel.picture import mesh_table as mesh_table
@@ -58,6 +59,7 @@ _HOME = {
     "full_state": "fsdp",
     "launch": "world",
     "mesh_table": "picture",
+    "offload_blocks": "offload",
     "parallelize": "build",
     "phase": "phases",
     "precision_of": "precision",

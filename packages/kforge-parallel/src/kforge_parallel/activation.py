@@ -1,38 +1,153 @@
-"""Activation recomputation: keep a block's input, run the block again in backward.
+"""Activation recomputation: keep a part of what a block computes, and run the block again in backward for the rest.
 
 The module is not replaced: its ``forward`` is, so that no parameter changes its name and FSDP2's hooks stay outside
-of what is run again.
+of what is run again. Random numbers are drawn again as they were; routes of tokens to experts are kept (`Kept`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "full")
+from kforge_parallel._torch import times_written
+from kforge_parallel.kept import Kept, Operations
+
+MODES = ("none", "full", "selective")
+
+KINDS = {
+    "products": (
+        *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm"),
+        "aten._scaled_grouped_mm",
+    ),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        *("aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention_forward"),
+        *("torch_attn._varlen_attn", "flex_attention"),
+    ),
+    "transfers": (
+        *("_c10d_functional.all_reduce", "_c10d_functional.all_gather_into_tensor"),
+        *("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
+        "_c10d_functional.wait_tensor",
+    ),
+    "routing": ("aten.topk", "aten.sort"),
+}
+"""Word -> operations as torch names them. Transfers outside of a compiled graph are kept by `keep`."""
+
+KEEP = ("products", "attention", "transfers", "routing")
+"""What a selective recomputation keeps unless it is told otherwise."""
 
 
-def recompute_blocks(blocks: list[nn.Module], mode: str) -> None:
-    """Make every block keep what ``mode`` says: all (none), or only its input (full). Changes them in place."""
+def recompute_blocks(
+    blocks: list[nn.Module],
+    mode: str,
+    *,
+    every: int = 1,
+    keep: Sequence[str] = KEEP,
+    compiled: Sequence[nn.Module] = (),
+) -> None:
+    """Make blocks keep what ``mode`` says, in place: all (none), only their input (full), or their input and the
+    outputs of the operations in ``keep`` (selective).
+
+    every: the first of each so many blocks is run again, the others keep all.
+    keep: words of `KINDS`, or operations such as "aten.mm".
+    compiled: the blocks that will each be compiled as one graph.
+
+    Raises ValueError for unknown words. In forward, a block that is run again and has changed one of its buffers is a
+    ValueError: the buffer would be changed twice.
+    """
     if mode not in MODES:
         raise ValueError(f"parallel.recompute = {mode!r} is unknown; use one of {', '.join(MODES)}")
-    if mode == "full":
-        for block in blocks:
-            # A method of the block where nothing has taken its forward's place: a deep copy then runs the copy.
-            replaced = "forward" in vars(block)
-            block.forward = _recomputed(block.forward) if replaced else MethodType(_run_again, block)
+    if mode == "none":
+        return
+    operations = operations_of(keep) if mode == "selective" else frozenset()
+    kinds = ("routes", "operations", *keep)
+
+    def in_graph(call: Callable[..., Any], _: nn.Module, args: Any, kwargs: Any) -> Any:
+        return checkpoint(call, *args, use_reentrant=False, **options, **kwargs)
+
+    def run_again(call: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        before = {name: times_written(buffer) for name, buffer in block.named_buffers()}
+        out = checkpoint(call, *args, use_reentrant=False, context_fn=partial(_contexts, operations, kinds), **kwargs)
+        for name, buffer in block.named_buffers():
+            if times_written(buffer) != before.get(name):
+                raise ValueError(
+                    f"{type(block).__name__}.forward changes its buffer {name}, and parallel.recompute = {mode} would "
+                    "change it twice; change it outside of forward, or set recompute to none"
+                )
+        return out
+
+    options: dict[str, Any] = {"context_fn": partial(_graph_contexts, operations)} if operations else {}
+    for block in blocks[::every]:
+        wrap(block, in_graph if any(block is one for one in compiled) else run_again)
 
 
-def _run_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(partial(type(block).forward, block), *args, use_reentrant=False, **kwargs)
+def wrap(block: nn.Module, around: Callable[..., Any]) -> None:
+    """Let ``around(call, block, args, kwargs)`` take the place of the block's forward, which ``call`` is.
+
+    Where nothing has taken the forward's place but this, it stays a method: a deep copy then runs the copy.
+    """
+    forward = block.forward
+    if isinstance(forward, MethodType):
+        inner = forward.__func__
+        block.forward = MethodType(lambda self, *args, **kw: around(partial(inner, self), self, args, kw), block)
+    else:
+        block.forward = lambda *args, **kw: around(forward, block, args, kw)
 
 
-def _recomputed(forward):  # type: ignore[no-untyped-def]
-    def recomputed(*args, **kwargs):  # type: ignore[no-untyped-def]
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def operations_of(keep: Sequence[str]) -> frozenset[Any]:
+    """The operations that words and names stand for. Raises ValueError for one that torch does not have."""
+    found = set()
+    for word in keep:
+        for name in KINDS.get(word, (word,)):
+            library, _, operation = name.rpartition(".")
+            known: set[Any] = set()
+            packet = getattr(getattr(torch.ops, library or "higher_order"), operation, None)
+            if packet is not None:
+                every = [getattr(packet, kind) for kind in packet.overloads()] if library else [packet]
+                known = {one for one in every if not library or not one._schema.is_mutable}
+                found |= known
+            if not known and word not in KINDS:
+                raise ValueError(
+                    f"parallel.recompute_keep has {word!r}, which is neither one of {', '.join(KINDS)} nor an "
+                    "operation of torch that changes nothing in place, such as aten.mm"
+                )
+    return frozenset(found)
 
-    return recomputed
+
+def _graph_contexts(operations: frozenset[Any]) -> Any:
+    return create_selective_checkpoint_contexts(list(operations))
+
+
+def _contexts(operations: frozenset[Any], kinds: tuple[str, ...]) -> tuple[_Both, _Both]:
+    """Around the forward, and around the one that is run again."""
+    kept = Kept(*kinds)
+    modes = [Operations(operations)] if operations else []
+    return _Both(kept.recording(), *modes), _Both(kept.replaying(), *modes)
+
+
+class _Both:
+    """Contexts entered together, any number of times one after the other."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context)
+            self.stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)

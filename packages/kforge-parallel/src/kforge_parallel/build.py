@@ -28,6 +28,7 @@ from kforge_parallel.fp8 import check_device, described, multiply_in_fp8
 from kforge_parallel.fp8_gather import gather_in_fp8
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
+from kforge_parallel.offload import offload_blocks
 from kforge_parallel.pipeline import cut, find_twins, stages_of, take_own
 from kforge_parallel.plan import Resolved, resolve_plan
 from kforge_parallel.precision import precision_of
@@ -179,7 +180,7 @@ def _to_fp8(part: nn.Module, config: ParallelConfig, mesh: Mesh, words: Resolved
 
 
 def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
-    """Recompute and compile."""
+    """Recompute, compile and offload."""
     # Experts, or a ring, break a block into several graphs, and a checkpoint in what is compiled may hold none.
     ring = mesh.cp_size > 1 and config.cp_style == "ring"
     mixed = [block for block in blocks if ring or find_mixtures(block)]
@@ -187,9 +188,23 @@ def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh)
         compile_blocks(mixed)
         if SCHEDULES[config.pp_schedule].splits_backward:
             keep_donated_buffers()
-    recompute_blocks(blocks, config.recompute)
-    if config.compile:
-        compile_blocks([block for block in blocks if block not in mixed])
+        if mixed and config.recompute == "selective":
+            raise ValueError(
+                "parallel.recompute = selective sees no operation inside of a compiled graph, and with "
+                "parallel.compile = true a block with experts, or with a ring, is several graphs; set recompute to "
+                "full, or compile to false"
+            )
+    whole = [block for block in blocks if block not in mixed] if config.compile else []
+    recompute_blocks(
+        blocks,
+        config.recompute,
+        every=config.recompute_every,
+        keep=config.recompute_keep,
+        compiled=whole,
+    )
+    compile_blocks(whole)
+    if config.offload_activations:
+        offload_blocks(blocks)
 
 
 def _check_axes(config: ParallelConfig, mesh: Mesh) -> None:

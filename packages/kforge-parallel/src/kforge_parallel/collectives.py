@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kforge_parallel._torch import all_gather, reduce_scatter
+from kforge_parallel.kept import keep
 
 
 def join_parts(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -69,7 +70,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return returned(sum_all(x, group))
+        return returned(keep("transfers", lambda: sum_all(x, group)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -80,7 +81,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return returned(join_parts(x, group, dim))
+        return returned(keep("transfers", lambda: join_parts(x, group, dim)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -91,7 +92,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return returned(sum_own_part(x, group, dim))
+        return returned(keep("transfers", lambda: sum_own_part(x, group, dim)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

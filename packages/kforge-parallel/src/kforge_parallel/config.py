@@ -62,8 +62,18 @@ class ParallelConfig:
     size that is no multiple of 16 stay as they are, and are logged."""
     fp8_skip: tuple[str, ...] = ("*head", "*router", "*.gate", "*.experts.*")
     """Modules that do not multiply in FP8: patterns of whole names, with * and ? (``fnmatch``)."""
-    recompute: Literal["none", "full"] = "none"
-    """Activations kept for backward: all of them, or only each block's input (the block runs again in backward)."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activations kept for backward: all of them (none), only each block's input (full), or its input and the outputs
+    of some operations (selective); the block runs again in backward for the rest."""
+    recompute_every: int = 1
+    """Run the first of each so many blocks of a stage again in backward; the others keep all."""
+    recompute_keep: tuple[str, ...] = ("products", "attention", "transfers", "routing")
+    """What a selective recomputation keeps: products (of matrices), attention (its cores), transfers (between
+    processes, of tp, ep and cp; not those of a ring), routing (which experts a token goes to), or operations as torch
+    names them, such as aten.mm."""
+    offload_activations: bool = False
+    """Keep what blocks save for backward in host memory: it is copied there beside the computation, and back before it
+    is needed. Costs host memory and the bandwidth to it. On the CPU a copy, without use."""
     compile: bool = False
     """Compile each block with torch.compile. Names of parameters do not change."""
     reshard_after_forward: bool = True
@@ -133,6 +143,26 @@ class ParallelConfig:
             )
         if any(type(pattern) is not str or not pattern for pattern in self.fp8_skip):
             raise ValueError(f"parallel.fp8_skip = {self.fp8_skip} must be patterns of names, as in ('*head',)")
+        if self.recompute_every < 1 or (self.recompute_every > 1 and self.recompute == "none"):
+            raise ValueError(
+                f"parallel.recompute_every = {self.recompute_every} cannot be with parallel.recompute = "
+                f"{self.recompute}; it must be at least 1, and 1 where nothing is run again"
+            )
+        if not all(isinstance(word, str) and word for word in self.recompute_keep) or not self.recompute_keep:
+            raise ValueError(
+                f"parallel.recompute_keep = {self.recompute_keep} must name operations; to keep none, set recompute to "
+                "full"
+            )
+        if self.recompute_keep != type(self).recompute_keep and self.recompute != "selective":
+            raise ValueError(
+                f"parallel.recompute_keep says what a selective recomputation keeps, and parallel.recompute = "
+                f"{self.recompute}; set it to selective, or leave recompute_keep out"
+            )
+        if self.offload_activations and self.recompute == "selective":
+            raise ValueError(
+                "parallel.offload_activations = true moves what blocks save, and parallel.recompute = selective keeps "
+                "outputs on the device beside that; set recompute to full or none, or offload_activations to false"
+            )
         if self.prefetch < 0:
             raise ValueError(f"parallel.prefetch = {self.prefetch} must be 0 (torch's order) or more blocks")
         if self.storage != "fp32" and self.precision != "bf16":

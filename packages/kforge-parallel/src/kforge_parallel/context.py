@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from kforge_parallel._torch import varlen
 from kforge_parallel.collectives import join_parts, returned, sum_own_part
 from kforge_parallel.columns import chunks_of, clipped_ends, columns_of, document_ends, document_ids, seen
+from kforge_parallel.kept import keep
 from kforge_parallel.layout import hindrance
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.partial_attention import choose_kernel
@@ -80,7 +81,7 @@ class _GatherRows(torch.autograd.Function):
         for rank in range(n):
             order += chunks_of(rank, n, "allgather")
         ctx.order = order  # of the chunks, as they come
-        chunks = join_parts(x, group, 2).unflatten(2, (2 * n, -1))
+        chunks = keep("transfers", lambda: join_parts(x, group, 2)).unflatten(2, (2 * n, -1))
         return torch.cat([chunks[:, :, order.index(chunk)] for chunk in range(2 * n)], 2)
 
     @staticmethod
@@ -104,7 +105,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
         ctx.way = (group, join, cut)
-        return returned(_exchange(x, group, cut, join))
+        return returned(keep("transfers", lambda: _exchange(x, group, cut, join)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from kforge_parallel.collectives import sum_all
+from kforge_parallel.kept import keep
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.tensor import compute_locally, cut
 
@@ -111,7 +112,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
         rows = x.index_select(0, route.order // route.choices)  # the device works on while the host waits
         route.wait()
-        rows = send_rows(rows, route.sent, route.received, route.group)
+        rows = keep("transfers", partial(send_rows, rows, route.sent, route.received, route.group))
         ctx.save_for_backward(route.place, route.by_rank)
         ctx.sent, ctx.received, ctx.group = route.sent, route.received, route.group
         ctx.slots = (route.tokens, route.choices)
@@ -130,7 +131,8 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route) -> Tensor:
-        rows = send_rows(rows.index_select(0, route.by_rank), route.received, route.sent, route.group)
+        rows = rows.index_select(0, route.by_rank)
+        rows = keep("transfers", partial(send_rows, rows, route.received, route.sent, route.group))
         slots = rows.index_select(0, route.place).view(route.tokens, route.choices, rows.shape[1])
         ctx.save_for_backward(slots if ctx.needs_input_grad[1] else None, weights, route.order, route.by_expert)
         ctx.sent, ctx.received, ctx.group = route.sent, route.received, route.group
@@ -176,7 +178,7 @@ class AllToAllExchange(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """x [T,D], ids [T,k], weights [T,k], experts(rows [N,D], counts [E/n]) -> y [T,D]. T may differ from rank to
         rank, and be 0."""
-        route = Route(ids, self.n_experts, self.group)
+        route = keep("routes", lambda: Route(ids, self.n_experts, self.group))
         rows: Tensor = _Dispatch.apply(x, route)
         y: Tensor = _Combine.apply(experts(rows, route.counts), weights, route)
         return y
@@ -249,7 +251,7 @@ def _names(name: str, mixture: nn.Module) -> list[str]:
 
 def _sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
     for group in groups:
-        counts = sum_all(counts, group)
+        counts = keep("routes", partial(sum_all, counts, group))
     return counts
 
 
