@@ -164,8 +164,8 @@ def test_closing_twice_lets_go_of_no_other(root: RemotePath, states: dict[str, A
 def test_two_that_save_the_same_step_at_once_do_not_mix(root: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outcome, were there no lease: two whole checkpoints, and every reader takes the same one."""
     monkeypatch.setattr(lease.Lease, "check", lambda self: None)
-    barrier = threading.Barrier(2)
-    monkeypatch.setattr(commit, "reached", lambda point: barrier.wait(10) if point == "all ranks written" else None)
+    barrier, points = threading.Barrier(2), ("staged", "all ranks written")
+    monkeypatch.setattr(commit, "reached", lambda point: barrier.wait(10) if point in points else None)
 
     def save(value: float) -> None:
         net = torch.nn.Linear(2, 2)
