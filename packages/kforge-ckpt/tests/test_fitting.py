@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from kforge_ckpt import Checkpointer, DamagedCheckpointError, Fit, PerRank, StateMismatchError
+from kforge_ckpt import Checkpointer, DamagedCheckpointError, Fit, PerRank, StateMismatchError, load_tensors
+from kforge_ckpt.export import SafetensorsFolder
+from kforge_ckpt.safetensors import Spec
 from kforge_testing import run_ranks
 
 
@@ -139,6 +142,62 @@ def test_shards_fit_as_the_whole_does(tmp_path: Path, before: int, now: int) -> 
     for grown, experts in run_ranks(in_shards, now, str(tmp_path)):
         assert grown == expected.flatten().tolist()
         assert experts == numbers(7, 4).expand(4, 7, 4).flatten().tolist()
+
+
+# Tensors that lie in no checkpoint.
+
+
+def from_a_folder(rank: int, world: int, folder: str) -> tuple[list[float], list[float], list[str]]:
+    mesh = init_device_mesh("cpu", (world,))
+    grown = distribute_tensor(torch.full((9, 6), -1.0), mesh, [Shard(0)])
+    experts = distribute_tensor(torch.zeros(3, 7, 4, dtype=torch.bfloat16), mesh, [Shard(2)])
+    fit = Fit(partial=True, cast=True, rename=((r"\.feed\.", ".e."),))
+    box = Box(t=grown, **{"e.w": experts})
+    told = load_tensors({"box": box}, {"box": SafetensorsFolder(Path(folder))}, fit)
+    assert isinstance(grown, DTensor) and isinstance(experts, DTensor)
+    return grown.full_tensor().flatten().tolist(), experts.full_tensor().float().flatten().tolist(), told
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_folder_of_safetensors_files_fills_tensors_of_any_layout(tmp_path: Path, world: int) -> None:
+    save_file({"t": numbers(7, 4)}, tmp_path / "a.safetensors")
+    save_file({"feed.w": numbers(7, 4), "more": numbers(2)}, tmp_path / "b.safetensors")
+    expected = torch.full((9, 6), -1.0)
+    expected[:7, :4] = numbers(7, 4)
+    for grown, experts, told in run_ranks(from_a_folder, world, str(tmp_path)):
+        assert grown == expected.flatten().tolist()
+        assert experts == numbers(7, 4).bfloat16().float().expand(3, 7, 4).flatten().tolist()
+        assert told[0].startswith("box.t [9, 6]: the common corner of [7, 4]") and len(told) == 3
+
+
+def test_each_tensor_of_a_source_is_asked_for_once_and_a_misfit_changes_nothing() -> None:
+    class Source(dict[str, torch.Tensor]):
+        asked: ClassVar[list[str]] = []
+
+        @property
+        def specs(self) -> dict[str, Spec]:
+            return {key: Spec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in self.items()}
+
+        def __getitem__(self, key: str) -> torch.Tensor:
+            self.asked.append(key)
+            return super().__getitem__(key)
+
+    net, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    load_tensors({"net": net}, {"net": Source(other.state_dict())})
+    assert net.weight.equal(other.weight) and net.bias.equal(other.bias)
+    assert sorted(Source.asked) == ["bias", "weight"]
+    before = other.weight.clone()
+    for state, words in (
+        ({"weight": torch.zeros(2, 3)}, "1 not in the checkpoint: net.bias"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, "1 of another shape: net.bias"),
+        ({"weight": torch.zeros(2, 3).half(), "bias": torch.zeros(2)}, "1 of another dtype: net.weight"),
+        ({**other.state_dict(), "more": torch.zeros(1)}, "1 only in the checkpoint: net.more"),
+    ):
+        with pytest.raises(StateMismatchError, match=words):
+            load_tensors({"net": other}, {"net": Source(state)})
+    assert other.weight.equal(before)
+    with pytest.raises(StateMismatchError, match="no state was saved under the name 'net'"):
+        load_tensors({"net": other}, {})
 
 
 # Damaged ones.

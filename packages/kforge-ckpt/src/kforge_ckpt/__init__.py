@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kforge_ckpt.errors import StateMismatchError as StateMismatchError
     from kforge_ckpt.errors import UnsupportedStateError as UnsupportedStateError
     from kforge_ckpt.fitting import Fit as Fit
+    from kforge_ckpt.restoring import load_tensors as load_tensors
     from kforge_ckpt.rng import RngState as RngState
     from kforge_ckpt.state import PerRank as PerRank
     from kforge_ckpt.state import Stateful as Stateful
@@ -35,6 +36,7 @@ _HOME = {
     "StateMismatchError": "errors",
     "Stateful": "state",
     "UnsupportedStateError": "errors",
+    "load_tensors": "restoring",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
-from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, file_order, write_tensors
+from kforge_ckpt.safetensors import DTYPES, Spec, TensorFiles, file_order, write_tensors
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -67,7 +67,7 @@ def write_folder(
 
 
 class SafetensorsFolder(Mapping[str, torch.Tensor]):
-    """The tensors of such a folder by name, each read when it is asked for.
+    """The tensors of such a folder by name, each read when it is asked for; ``specs`` has their dtypes and shapes.
 
     Raises DamagedCheckpointError, with the file, for one that the index names and that is not there or lacks a tensor,
     and CheckpointError for a folder without safetensors files.
@@ -88,24 +88,23 @@ class SafetensorsFolder(Mapping[str, torch.Tensor]):
         if not names:
             raise CheckpointError(f"{folder} holds no safetensors file")
         self.specs: dict[str, Spec] = {}
+        self._files = TensorFiles(self.folder)
         for name in names:
             if Path(name).name != name:
                 raise DamagedCheckpointError(f"{index} names {name!r}, which is no file of its folder")
-            with TensorFile(self.folder / name) as file:
-                for key, entry in file.entries.items():
-                    if key in self.specs:
-                        raise DamagedCheckpointError(f"{key} is in {name} and in {self._places[key]}")
-                    if index.is_file() and self._places.get(key) != name:
-                        continue
-                    self.specs[key] = Spec(key, entry.dtype, entry.shape)
-                    self._places[key] = name
+            for key, entry in self._files[name].entries.items():
+                if key in self.specs:
+                    raise DamagedCheckpointError(f"{key} is in {name} and in {self._places[key]}")
+                if index.is_file() and self._places.get(key) != name:
+                    continue
+                self.specs[key] = Spec(key, entry.dtype, entry.shape)
+                self._places[key] = name
         if lost := sorted(self._places.keys() - self.specs.keys()):
             raise DamagedCheckpointError(f"{self.folder / self._places[lost[0]]} does not hold {lost[0]}")
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        with TensorFile(self.folder / self._places[key]) as file:
-            shape = self.specs[key].shape
-            return file.rows(key, 0, shape[0] if shape else 1)
+        shape = self.specs[key].shape
+        return self._files[self._places[key]].rows(key, 0, shape[0] if shape else 1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

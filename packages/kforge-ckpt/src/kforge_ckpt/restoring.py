@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,10 +18,10 @@ from kforge_ckpt.fitting import Fit
 from kforge_ckpt.optimizer import state_like_saved
 from kforge_ckpt.ranks import Ranks, plain_errors
 from kforge_ckpt.rng import RngState
-from kforge_ckpt.safetensors import TensorFile, dtype_name
+from kforge_ckpt.safetensors import Spec, TensorFile, TensorFiles, dtype_name
 from kforge_ckpt.saving import META, STATE, named, rank_file
-from kforge_ckpt.state import Json, Stateful
-from kforge_ckpt.storage import INDEX, TensorReader, read_index
+from kforge_ckpt.state import Json, Stateful, enter_forms
+from kforge_ckpt.storage import INDEX, Chunk, StoredTensor, TensorReader, WholeReader, read_index
 
 _WRONG = (KeyError, IndexError, ValueError, TypeError, AttributeError, RecursionError)
 """What reading a file raises whose JSON is not the JSON that we write."""
@@ -45,6 +46,7 @@ class Saved:
     def __init__(self, folder: Place) -> None:
         self.folder = folder
         self.contents = Contents(folder)
+        self.files = TensorFiles(folder)
         self.index = read_index(self.contents.content(INDEX), folder / INDEX, set(self.contents.files))
         self.tree = self.contents.json(STATE)
         world = self.contents.json(META).get("world_size")
@@ -52,6 +54,10 @@ class Saved:
             raise DamagedCheckpointError(f"{folder / META} does not say how many ranks wrote it")
         self.world = world
         self._rank_trees: list[dict[str, Json] | None] | None = None
+
+    def reader(self, index: dict[str, StoredTensor]) -> TensorReader:
+        """What reads the tensors of ``index``, those of this checkpoint as they are laid onto others."""
+        return TensorReader(self.folder, index)
 
     def tensors_of(self, name: str) -> set[str]:
         """The names of the tensors in the state saved under ``name``."""
@@ -96,13 +102,76 @@ class Saved:
             raise DamagedCheckpointError(f"{path} is not what is written there: {error!r}") from error
 
 
+class TensorSource(Protocol):
+    """Tensors by name, each made or read, whole, when it is asked for. `export.SafetensorsFolder` is one."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """Name -> dtype and shape, of all of them."""
+
+    def __getitem__(self, key: str, /) -> torch.Tensor: ...
+
+
+class _Given:
+    """Sources by the name of a state, in the place of a checkpoint: tensors, and nothing else."""
+
+    folder = Path()
+
+    def __init__(self, sources: Mapping[str, TensorSource]) -> None:
+        self.places = {f"{name}.{key}": (name, key) for name, source in sources.items() for key in source.specs}
+        self.sources = sources
+        self.tree: dict[str, Json] = dict.fromkeys(sources)
+        self.index = {full: _whole(full, sources[name].specs[key]) for full, (name, key) in self.places.items()}
+
+    def tensors_of(self, name: str) -> set[str]:
+        return {full for full, (state_name, _) in self.places.items() if state_name == name}
+
+    def reader(self, index: dict[str, StoredTensor]) -> TensorReader:
+        def read(full: str) -> torch.Tensor:
+            name, key = self.places[full]
+            return self.sources[name][key]
+
+        return WholeReader(index, read)
+
+    def per_rank(self, path: str) -> list[Any]:
+        return []
+
+
+def _whole(name: str, spec: Spec) -> StoredTensor:
+    chunk = Chunk((0,) * len(spec.shape), spec.shape, "", name, spec.shape)
+    return StoredTensor(dtype_name(spec.dtype, name), spec.shape, (chunk,))
+
+
+def load_tensors(
+    states: Mapping[str, Stateful], sources: Mapping[str, TensorSource], fit: Fit | None = None
+) -> list[str]:
+    """Fill the tensors of ``states``, in place and in whatever layout they are, from ``sources`` of the same names.
+
+    A source is a folder of safetensors files (`export.SafetensorsFolder`), or anything that gives tensors by name. Each
+    rank asks for those that it has a part of, one at a time. No ``load_state_dict`` is called. ``fit`` says in what the
+    two may differ, by names that begin with that of the state. Collective over the default process group, where there
+    is one. Returns what was not simply the same, as lines for people.
+
+    Raises on all ranks, before anything is changed, StateMismatchError naming the tensors that are missing, too many,
+    of another shape or dtype.
+    """
+    ranks, fit = Ranks(), fit or Fit()
+    what = "no tensor was loaded"
+    with ExitStack() as stack:
+        ranks.all(what, lambda: enter_forms(states, stack))
+        plan = ranks.all(what, lambda: Plan(_Given(sources), states, stack, fit))
+        plan.compare(ranks, what)
+        plan.fill(ranks, what)
+    return fit.told(plan.stored, plan.wanted)
+
+
 class Plan:
     """What of a checkpoint goes where. Nothing of the caller's is changed before `fill`.
 
     The one exception are torch optimizers without state: ``stack`` takes them back if the restore fails.
     """
 
-    def __init__(self, saved: Saved, states: Mapping[str, Stateful], stack: ExitStack, fit: Fit) -> None:
+    def __init__(self, saved: Saved | _Given, states: Mapping[str, Stateful], stack: ExitStack, fit: Fit) -> None:
         self.saved = saved
         self.fit = fit
         self.states = named(states)
@@ -127,7 +196,7 @@ class Plan:
         self.unclaimed: set[str] = set()
         """Saved tensors that no rank wants, once they have been compared."""
         self.laid = {name: stored for name, stored in laid.items() if stored is not None}
-        self.reader = TensorReader(saved.folder, {**self.stored, **self.laid})
+        self.reader = saved.reader({**self.stored, **self.laid})
 
     def compare(self, ranks: Ranks, what: str) -> None:
         """StateMismatchError on all ranks unless saved and present tensors fit, by name, shape and dtype."""

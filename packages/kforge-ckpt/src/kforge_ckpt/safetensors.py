@@ -192,6 +192,32 @@ class TensorFile:
             yield key, self.rows(key, 0, entry.shape[0] if entry.shape else 1)
 
 
+class TensorFiles:
+    """Files of a folder, opened when one is asked for. The last few stay open: a header is not read anew for each of
+    the tensors that it lists."""
+
+    MOST = 8
+
+    def __init__(self, folder: Place) -> None:
+        self.folder = folder
+        self._open: dict[str, TensorFile] = {}
+
+    def __getitem__(self, name: str) -> TensorFile:
+        """The file, open at least until `MOST` others have been asked for. Raises as `TensorFile`."""
+        file = self._open.pop(name, None) or TensorFile(self.folder / name)
+        self._open[name] = file
+        if len(self._open) > self.MOST:
+            self._open.pop(next(iter(self._open))).close()
+        return file
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _read_header(file: BufferedReader, path: Place) -> dict[str, Entry]:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)

@@ -13,8 +13,9 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,6 +252,41 @@ def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
         torch.Size(tensor.shape),
         [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)) for chunk in tensor.chunks],
     )
+
+
+class WholeReader(TensorReader):
+    """As `TensorReader`, of tensors that are not in files of ours: ``read(name)`` gives one whole, on the CPU. Each is
+    read once, where a plan asks for it, and one at a time."""
+
+    def __init__(self, index: dict[str, StoredTensor], read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__(Path(), index)
+        self._whole = read
+
+    def check(self, names: Iterable[str], part: int = 0, parts: int = 1) -> None:
+        """Nothing is known before it is read."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_key: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            by_key[chunk.key].append(item)
+        for key, items in by_key.items():
+            whole = self._whole(key)
+            for item in items:
+                target = planner.resolve_tensor(item).detach()
+                _copy_box(whole, tuple(item.storage_offsets), tuple(item.lengths), target)
+                planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _copy_box(whole: torch.Tensor, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor) -> None:
+    if len(lengths) > whole.ndim:  # one of several copies
+        offsets, lengths, target = offsets[1:], lengths[1:], target[0]
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        whole = whole.narrow(dim, offset, length)
+    target.copy_(whole)
 
 
 def _read(

@@ -20,7 +20,7 @@ from kforge_ckpt.remote import RemotePath, is_url
 from kforge_ckpt.restoring import Saved
 from kforge_ckpt.retention import read_scores
 from kforge_ckpt.retrying import redacted
-from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, file_order, write_tensors
+from kforge_ckpt.safetensors import DTYPES, Spec, file_order, write_tensors
 from kforge_ckpt.saving import META, write_shared
 from kforge_ckpt.state import Json
 from kforge_ckpt.storage import StoredTensor, tensor_file
@@ -96,10 +96,10 @@ def read_tensor(saved: Saved, name: str) -> torch.Tensor:
     stored = saved.index[name]
     whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     for chunk in stored.chunks:
-        with TensorFile(saved.folder / chunk.file) as file:
-            if chunk.key not in file.entries or file.entries[chunk.key].shape != chunk.stored:
-                raise DamagedCheckpointError(f"{file.path} does not hold {chunk.key} as the index says")
-            part = file.rows(chunk.key, 0, chunk.shape[0] if chunk.shape else 1)
+        file = saved.files[chunk.file]
+        if chunk.key not in file.entries or file.entries[chunk.key].shape != chunk.stored:
+            raise DamagedCheckpointError(f"{file.path} does not hold {chunk.key} as the index says")
+        part = file.rows(chunk.key, 0, chunk.shape[0] if chunk.shape else 1)
         box = tuple(slice(o, o + size) for o, size in zip(chunk.offset, chunk.shape, strict=True))
         whole[box] = part
     return whole
