@@ -50,8 +50,9 @@ class CkptConfig:
     """What is compared before a checkpoint is restored: fast (sizes of all files, checksums of the small ones), or full
     (everything is read once more for its checksum)."""
     init_from: str = ""
-    """Folder or URL of a run, or of checkpoints: a run that has no checkpoint yet starts from the weights there, and
-    from nothing else of it. Weights of a run in split storage come rounded to bfloat16. Empty: from the seed."""
+    """Folder or URL of a run, or of checkpoints, or a folder of Hugging Face (config.json and safetensors files): a run
+    that has no checkpoint yet starts from the weights there, and from nothing else of it. Weights of a run in split
+    storage come rounded to bfloat16. Empty: from the seed."""
     init_step: int | None = None
     """Which step of `init_from`. None: the newest."""
     init_exclude: tuple[str, ...] = ()

@@ -162,7 +162,7 @@ def load_tensors(
         plan = ranks.all(what, lambda: Plan(_Given(sources), states, stack, fit))
         plan.compare(ranks, what)
         plan.fill(ranks, what)
-    return fit.told(plan.stored, plan.wanted)
+    return fit.told(plan.stored, plan.wanted, plan.unclaimed)
 
 
 class Plan:

@@ -5,7 +5,7 @@ One process, a tensor at a time: nothing here needs the memory of a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ from kforge_ckpt.files import FileRecord, Place, place
 from kforge_ckpt.lock import lock
 from kforge_ckpt.mirror import copy_into
 from kforge_ckpt.remote import RemotePath, is_url
-from kforge_ckpt.restoring import Saved
+from kforge_ckpt.restoring import Saved, TensorSource
 from kforge_ckpt.retention import read_scores
 from kforge_ckpt.retrying import redacted
-from kforge_ckpt.safetensors import DTYPES, Spec, file_order, write_tensors
+from kforge_ckpt.safetensors import DTYPES, Spec, dtype_name, file_order, write_tensors
 from kforge_ckpt.saving import META, write_shared
 from kforge_ckpt.state import Json
 from kforge_ckpt.storage import StoredTensor, tensor_file
@@ -279,3 +279,24 @@ def write_checkpoint(
         raise
     finally:
         held.release()
+
+
+def import_tensors(root: Place, step: int, sources: Mapping[str, TensorSource], meta: dict[str, Any]) -> Place:
+    """A checkpoint of tensors that lie elsewhere, by the name of a state; returns its folder. Each is asked for once,
+    and let go of when it is written. Raises CheckpointError when the step is there already."""
+    if step in commit.committed(root):
+        raise CheckpointError(f"{root} holds a checkpoint of step {step} already")
+    names = {f"{state_name}.{key}": (state_name, key) for state_name, source in sources.items() for key in source.specs}
+    stored = {}
+    for full, (state_name, key) in names.items():
+        spec = sources[state_name].specs[key]
+        stored[full] = StoredTensor(dtype_name(spec.dtype, full), spec.shape, ())
+    tree: dict[str, Json] = {name: {} for name in sources}
+    for full, (state_name, key) in names.items():
+        tree[state_name][key] = {"$tensor": full}
+
+    def read(full: str) -> torch.Tensor:
+        state_name, key = names[full]
+        return sources[state_name][key]
+
+    return write_checkpoint(root, step, stored, read, tree, meta)

@@ -8,24 +8,38 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kforge_ckpt import Checkpointer, CkptConfig, Fit
+from kforge_ckpt import Checkpointer, CkptConfig, Fit, load_tensors
+from kforge_model import ModelConfig
 from kforge_optim import Optimizer
 from kforge_train.errors import ConfigError
+from kforge_train.hf import HfFolder, is_folder
 
 _log = logging.getLogger("kforge")
 
 
-def start_from(config: CkptConfig, model: nn.Module, optimizer: Optimizer) -> int:
-    """Fill the model from `ckpt.init_from`, and nothing else: moments, data and steps start anew. Returns the step of
-    the checkpoint. Raises ConfigError where there is none, and CheckpointError for one that does not fit."""
-    source = source_of(config.init_from)
+def start_from(config: CkptConfig, model: nn.Module, optimizer: Optimizer, shape: ModelConfig) -> int | None:
+    """Fill the model, whose config is ``shape``, from `ckpt.init_from`, and nothing else: moments, data and steps start
+    anew. Returns the step of the checkpoint; None: a folder of Hugging Face has none. Raises ConfigError where there
+    is no checkpoint, and CheckpointError for one that does not fit."""
     fit = Fit(config.init_exclude, tuple(config.init_rename.items()), partial=config.init_partial, cast=True)
     weights = Weights(model, optimizer)
-    step = source.restore({"model": weights}, config.init_step, fit=fit)
-    if step is None:
-        raise ConfigError(f"ckpt.init_from = {config.init_from}: {source.dir} holds no committed checkpoint")
+    step = None
+    if is_folder(config.init_from):
+        if config.init_step is not None:
+            raise ConfigError(
+                f"ckpt.init_step = {config.init_step}, but {config.init_from} is a folder of Hugging Face; drop it"
+            )
+        folder = HfFolder(Path(config.init_from), like=shape)
+        for line in load_tensors({"model": weights}, {"model": folder}, fit):
+            _log.info("%s", line)
+        _log.info("weights from %s", config.init_from)
+    else:
+        source = source_of(config.init_from)
+        step = source.restore({"model": weights}, config.init_step, fit=fit)
+        if step is None:
+            raise ConfigError(f"ckpt.init_from = {config.init_from}: {source.dir} holds no committed checkpoint")
+        _log.info("weights from step %d of %s", step, source.dir)
     weights.hand_over()
-    _log.info("weights from step %d of %s", step, source.dir)
     return step
 
 

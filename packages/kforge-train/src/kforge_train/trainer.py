@@ -155,7 +155,7 @@ class Trainer:
         with config_errors():
             self.saved_step = job.checkpointer.restore(self.state, verify=config.verify, accept=accept)
             if self.saved_step is None and config.init_from:
-                step = start_from(config, job.model, job.optimizer)
+                step = start_from(config, job.model, job.optimizer, self.config.model)
                 job.tracker.event("start_from", 0, {"checkpoint": step, "folder": config.init_from})
         if self.saved_step is None:
             return

@@ -100,6 +100,18 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that make up P")
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
 
+    export = command("export", _export, "A run's weights as a folder of Hugging Face, with config and tokenizer.")
+    export.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, as train.run_dir named it")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="where to write to")
+    export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    export.add_argument("--dtype", metavar="DTYPE", help="of parameters: float32, bfloat16, … (default: as trained)")
+    export.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help="size of a file (default: 5)")
+    export.add_argument("--raw", action="store_true", help="the weights in training, where there are averages of them")
+    imports = command("import", _import, "A folder of Hugging Face as a run of step 0, to evaluate or to start from.")
+    imports.add_argument("folder", type=Path, metavar="FOLDER", help="config.json, *.safetensors, tokenizer.json")
+    imports.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run to be made")
+    imports.add_argument("--dtype", metavar="DTYPE", help="of tensors: float32, bfloat16, … (default: as they are)")
+
     quick = command("quickstart", _quickstart, "From text to a trained model and a report, on this machine.")
     quick.add_argument("--dir", type=Path, metavar="FOLDER", help="where (default: runs/quickstart)")
     quick.add_argument("--minutes", type=float, metavar="M", help="time to train; 30 takes a larger model")
@@ -173,6 +185,38 @@ def _generate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
         seed=args.seed,
         step=args.step,
     )
+
+
+def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    run_dir = _run_dir(args.run_dir)
+    if not 0 < args.max_file_gb < float("inf"):
+        raise ConfigError(f"--max-file-gb {args.max_file_gb:g} must be above 0")
+    from kforge_train import hf
+
+    try:
+        step = hf.export_folder(
+            run_dir,
+            args.folder,
+            step=args.step,
+            dtype=args.dtype,
+            max_file_bytes=int(args.max_file_gb * 10**9),
+            raw=args.raw,
+        )
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    print(f"step {step} of {run_dir} in {args.folder}")
+    return 0
+
+
+def _import(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from kforge_train import hf
+
+    try:
+        hf.import_folder(args.folder, args.run_dir, dtype=args.dtype)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    print(f"{args.folder} as a run in {args.run_dir}; one that starts from it: --ckpt.init_from {args.run_dir}")
+    return 0
 
 
 def _quickstart(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
