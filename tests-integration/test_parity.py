@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jobs import job
+from jobs import job, train, values
 
 from kforge_testing import run_ranks
 
@@ -104,6 +104,17 @@ def test_fp8_agrees_within_its_bound(tokens, tmp_path):
             assert mine[0] == pytest.approx(losses, rel=1e-3)
             assert mine[1][0] == pytest.approx(norms[0], rel=1e-3)
             assert worst(mine[2][0], gradients[0]) < 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_fp8_in_stages_agrees_with_one_process(tokens, tmp_path, schedule):
+    changes = {"parallel__fp8": "tensorwise", "data__microbatch_rows": 2, "model__dim": 32, "model__vocab_size": 64}
+    changes |= {"model__n_layers": 4, "train__steps": 3}
+    runs = {"one": {}, "stages": {"parallel__pp": 2, "parallel__pp_schedule": schedule}}
+    for world, (name, axes) in enumerate(runs.items(), start=1):
+        run_ranks(train, world, job(tokens, tmp_path / name, **changes, **axes), init=False)
+    one, stages = (values(tmp_path / name, "loss") for name in runs)
+    assert len(one) == 3 and stages == pytest.approx(one, rel=1e-3)
 
 
 def test_the_loss_is_that_of_an_independent_mean(tokens, tmp_path):

@@ -372,3 +372,28 @@ def test_a_model_in_which_nothing_fits_and_an_old_device_are_refused(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ValueError, match=r"capability 8\.9 or above .* A100 has 8\.0; set parallel\.fp8 to none"):
         fp8.check_device("rowwise", torch.device("cuda", 0))
+
+
+def compiled_blocks(rank, world):
+    """Loss and gradient of two steps, plain and compiled, and how many graphs were made."""
+    config = kp.ParallelConfig(precision="fp32", device="cpu", fp8="tensorwise")
+    mesh = kp.launch(config)
+    found = []
+    for compiled in (False, True):
+        model = kp.parallelize(Wide, mesh, config, init=small, gradients="sum", cast_inputs=False)
+        for block in model.layers if compiled else ():
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            loss = model(IDS).logsumexp(-1).sum()
+            loss.backward()
+            optimizer.step()
+        found.append((loss.item(), kp.fsdp.full(model.layers[0].up.weight.grad)))
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_blocks_compile_once_with_weights_that_travelled_in_8_bits():
+    (plain, compiled), graphs = run_ranks(compiled_blocks, 1)[0]
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-6)
+    assert far({"": compiled[1]}, {"": plain[1]}) < 1e-5
+    assert graphs == 1  # two blocks, two steps, and scales of their own

@@ -144,9 +144,10 @@ def parallelize(
             parameter.grad_dtype = precision.reduce
         if cast_inputs:
             model.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
-    if wrapped and not config.cpu_offload:  # what is offloaded is copied before it is gathered, and cast after
-        for root in roots:
-            gather_in_fp8(root, mesh)
+    # What is offloaded is copied before it is gathered, and some schedules of pipelines gather before any forward could
+    # take scales: there weights travel as they are, and are cast after.
+    if wrapped and not config.cpu_offload and mesh.pp_size == 1:
+        gather_in_fp8(model, mesh)
     check_replicas(model)
     return model
 
