@@ -41,6 +41,16 @@ def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, changes):
     assert values(tmp_path / "killed", "loss", "eval") == values(tmp_path / "whole", "loss", "eval")
 
 
+def test_two_deterministic_runs_have_the_same_bits(tokens, tmp_path):
+    options = {"train__steps": 6, "train__deterministic": True, "parallel__recompute": "selective"}
+    seen = []
+    for name in ("one", "other"):
+        config = job(tokens, tmp_path / name, **options, **EXPERTS)
+        assert run_ranks(train, 2, config, init=False) == [0, 0]
+        seen.append([values(tmp_path / name, what) for what in ("loss", "grad_norm")])
+    assert seen[0] == seen[1] and len(seen[0][0]) == 6
+
+
 EXPERTS = {"model__n_experts": 4, "model__router_bias": True, "model__balance_loss": 0.1}
 LAYOUTS = [
     pytest.param({}, ({}, {}, {}), id="shards"),

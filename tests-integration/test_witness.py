@@ -2,6 +2,7 @@
 
 import dataclasses
 import multiprocessing
+import os
 import signal
 import threading
 from pathlib import Path
@@ -202,7 +203,7 @@ ERRORS = {
     "data.tokenizer": ("nowhere.json", "data.tokenizer"),
 }
 ELSEWHERE = {
-    "parallel.compile": "test_compile_compiles",
+    "parallel.compile": "test_compile_compiles_and_keeps_what_it_made_in_the_run",
     **dict.fromkeys(
         ["parallel.recompute_every", "parallel.recompute_keep", "parallel.offload_activations"],
         "test_blocks_keep_activations_as_told",
@@ -390,13 +391,18 @@ def compiled_blocks(rank, world, config):
     from kforge_train.build import build
 
     with build(config) as parts:
-        return [hasattr(block.forward, "_torchdynamo_orig_callable") for block in parts.model.layers.values()]
+        compiled = [hasattr(block.forward, "_torchdynamo_orig_callable") for block in parts.model.layers.values()]
+        return compiled, os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
-def test_compile_compiles(tokens, tmp_path):
-    for compile, expected in ((False, [False, False]), (True, [True, True])):
-        config = base_job(tokens, tmp_path / str(compile), parallel__compile=compile)
-        assert run_ranks(compiled_blocks, 1, config)[0] == expected
+def test_compile_compiles_and_keeps_what_it_made_in_the_run(tokens, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    plain = base_job(tokens, tmp_path / "plain")
+    compiled, cache, workspace = run_ranks(compiled_blocks, 1, plain, init=False)[0]
+    assert compiled == [False, False] and workspace is None and str(tmp_path) not in (cache or "")
+    config = base_job(tokens, tmp_path / "run", parallel__compile=True, train__deterministic=True)
+    cache = config.train.run_dir + "/compiled"
+    assert run_ranks(compiled_blocks, 1, config, init=False)[0] == ([True, True], cache, ":4096:8")
 
 
 def told_to_keep(rank, world, config):

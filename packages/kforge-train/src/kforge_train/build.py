@@ -228,13 +228,25 @@ def build(config: JobConfig) -> Iterator[Job]:
         group_is_ours = not dist.is_initialized()
         mesh = launch(config.parallel)
     if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS sums in one order under a fixed workspace
         torch.use_deterministic_algorithms(True)
+    if config.parallel.compile:
+        _keep_compiled(Path(config.train.run_dir).absolute() / "compiled")
     try:
         with _parts(config, mesh) as job:
             yield job
     finally:
         if group_is_ours:
             shutdown()
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Let inductor keep what it compiles in ``folder``, unless the user has said where. torch writes its own default
+    into the same variable as soon as any part of it asks for the place."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 @contextmanager

@@ -33,7 +33,8 @@ class TrainConfig:
     eval_rows: int = 256
     """Held-out rows of one evaluation, over all processes. 0: all of them."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels. CPU runs are bit-exact without it."""
+    """Use deterministic kernels only; one that torch has no such kernel for is an error that names it. Two runs then
+    have the same bits. CPU runs have them without it."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
