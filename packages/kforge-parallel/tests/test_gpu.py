@@ -18,8 +18,22 @@ def mesh():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"compile": True}, {"cpu_offload": True}], ids=str)
-def test_one_device_equals_the_cpu(mesh, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "selective", "compile": True},
+        {"offload_activations": True},
+        {"offload_activations": True, "recompute": "full"},
+        {"compile": True},
+        {"cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_one_device_equals_the_cpu(mesh, options, monkeypatch):
+    monkeypatch.setattr("kforge_parallel.offload.SMALL", 0)
     reference = Toy().double()
     fill(reference)
     reference(IDS).logsumexp(-1).sum().backward()
