@@ -122,6 +122,11 @@ class Fp8Weight(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Fp8Weight:
         return Fp8Weight(inner["bits"], inner["unit"], dtype)
 
+    def __repr__(
+        self, *, tensor_contents: object = None
+    ) -> str:  # without values: torch.compile of torch 2.11 prints what it traces
+        return f"Fp8Weight({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """The values, in the dtype that it shows."""
         return (self.bits.float() * self.unit).to(self.dtype)
