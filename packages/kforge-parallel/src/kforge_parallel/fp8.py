@@ -122,9 +122,8 @@ class Fp8Weight(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Fp8Weight:
         return Fp8Weight(inner["bits"], inner["unit"], dtype)
 
-    def __repr__(
-        self, *, tensor_contents: object = None
-    ) -> str:  # without values: torch.compile of torch 2.11 prints what it traces
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Without values: torch.compile of torch 2.11 prints what it traces."""
         return f"Fp8Weight({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
