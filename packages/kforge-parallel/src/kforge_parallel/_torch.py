@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # stands in for a public one
+from torch.utils._pytree import tree_map_only as tree_map_only  # stands in for a public one, too
 
 # torch 2.13 renames these two and warns of the old names, which are the only ones that 2.11 has.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from kforge_parallel._torch import times_written
+from kforge_parallel._torch import TorchDispatchMode, times_written, tree_map_only
 
 _now = threading.local()  # what is run again in backward is on autograd's own thread
 

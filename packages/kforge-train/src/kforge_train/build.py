@@ -37,6 +37,7 @@ from kforge_optim import Group, LossScaler, Optimizer, build_optimizer
 from kforge_optim.optimizer import Storage
 from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
+from kforge_train._torch import default_compile_cache
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig, optim_config
 from kforge_train.engine import PlainEngine, build_engine
@@ -243,9 +244,7 @@ def build(config: JobConfig) -> Iterator[Job]:
 def _keep_compiled(folder: Path) -> None:
     """Let inductor keep what it compiles in ``folder``, unless the user has said where. torch writes its own default
     into the same variable as soon as any part of it asks for the place."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_compile_cache()) == default_compile_cache():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
