@@ -25,6 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
+
+from kforge_parallel._torch import tree_map_only
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOP = {E4M3: 8, E5M2: 15}
@@ -136,11 +139,8 @@ class Fp8Weight(Tensor):
         if func in _VIEWS:
             (weight, *more) = args
             return Fp8Weight(func(weight.bits, *more, **kwargs), weight.unit, weight.dtype)
-
-        def plain(value: Any) -> Any:
-            return value.dequantize() if isinstance(value, Fp8Weight) else value
-
-        return func(*torch.utils._pytree.tree_map(plain, args), **torch.utils._pytree.tree_map(plain, kwargs))
+        plain = partial(tree_map_only, Fp8Weight, Fp8Weight.dequantize)
+        return func(*plain(args), **plain(kwargs))
 
 
 _aten = torch.ops.aten
