@@ -95,7 +95,7 @@ def test_the_benchmark_of_checkpoints_runs_on_a_cpu(tmp_path, writer):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = check_form(tmp_path / "ckpt_cpu.json", "ckpt_cpu")
     assert rows["a synchronous save"]["bytes"] == 2 * 2**26
-    assert len(rows) == 8
+    assert len(rows) == 9
 
 
 def test_the_race_of_optimizers_runs(tokens, tmp_path):

@@ -165,7 +165,13 @@ def test_dtypes_are_chosen_and_biases_of_routers_stay_what_they_are(tmp_path):
     assert {tensor.dtype for tensor in HfFolder(tmp_path / "out", dtype=torch.float32).values()} == {torch.float32}
 
 
-EXPERT_JOB = {"model__n_experts": 4, "model__expert_dim": 24, "model__qk_norm": "per_head", "train__steps": 2}
+EXPERT_JOB = {
+    "model__vocab_multiple": 2,
+    "model__n_experts": 4,
+    "model__expert_dim": 24,
+    "model__qk_norm": "per_head",
+    "train__steps": 2,
+}
 
 
 @pytest.mark.parametrize(
