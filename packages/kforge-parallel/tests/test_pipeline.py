@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy import IDS, Staged, Toy, fill, worst
+from toy import IDS, Shared, Staged, Toy, fill, worst
 
 from kforge_parallel._torch import SPLITS_BACKWARD
 from kforge_testing import RankFailure, run_ranks
@@ -121,15 +121,6 @@ def refused(rank, world, build, options):
     except ValueError as error:
         return str(error)
     return "built"
-
-
-class Shared(Staged):
-    """Three stages have its embedding."""
-
-    def stage(self, first, layers, last):
-        part = super().stage(first, layers, last)
-        part.embed = self.embed
-        return part
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,12 @@ class Staged(Toy):
         for block in self.layers.values():
             x = block(x)
         return x if self.head is None else self.head(x)
+
+
+class Shared(Staged):
+    """Every stage has its embedding."""
+
+    def stage(self, first, layers, last):
+        part = super().stage(first, layers, last)
+        part.embed = self.embed
+        return part
