@@ -142,9 +142,12 @@ def test_one_that_nobody_closed_is_let_go_of_wherever_the_garbage_is_collected(
 
     monkeypatch.setattr(lease.Lease, "_acquire", collected)
     held = lease.hold(other)
+    assert not abandoned and lease.NAME in entries(other)
     while lease.NAME in entries(root):  # its own thread, at its next beat; a time-out ends this
         pass
+    assert root not in lease._held and lease._held[other] == (held, 1)
     held.release()
+    assert lease.NAME not in entries(other)
 
 
 def test_closing_twice_lets_go_of_no_other(root: RemotePath, states: dict[str, Any]) -> None:

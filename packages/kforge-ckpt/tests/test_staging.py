@@ -64,10 +64,12 @@ def test_with_less_it_waits_for_blocks_to_come_back() -> None:
 
 
 def test_a_writer_that_stops_lets_the_copy_end() -> None:
-    copy = Staging([torch.zeros(10 * mmap.PAGESIZE, dtype=torch.uint8)], HostMemory(1), None)
-    next(copy.blocks())
+    memory = HostMemory(1)
+    copy = Staging([torch.ones(10 * mmap.PAGESIZE, dtype=torch.uint8)], memory, None)
+    assert bytes(next(copy.blocks()).wait()) == b"\1" * mmap.PAGESIZE
     copy.stop()
     copy.wait()
+    assert copy._ended.is_set() and copy._error is None and len(memory.blocks) == 2
 
 
 def test_what_the_copy_fails_with_is_raised_at_the_writer() -> None:

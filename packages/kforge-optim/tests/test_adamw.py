@@ -260,4 +260,6 @@ def test_stochastic_weights_depend_on_seed_step_and_name_alone() -> None:
 
 
 def test_no_slots_are_no_step() -> None:
-    AdamW().update([], rates=Rates(1e-2, 0.1), scale=None, gate=torch.ones(()))
+    gate = torch.ones(())
+    AdamW().update([], rates=Rates(1e-2, 0.1), scale=None, gate=gate)
+    assert gate == 1
