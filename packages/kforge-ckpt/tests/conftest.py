@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kforge_ckpt import retrying
+
+sys.path.insert(0, str(Path(__file__).parent))  # stateful.py, under importlib import mode
 
 Wsgi = Callable[[dict[str, Any], Any], Iterable[bytes]]
 Fault = Callable[["Request"], "Wsgi | None"]

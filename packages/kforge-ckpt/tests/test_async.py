@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from stateful import Box
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -23,17 +24,6 @@ WRITERS: list[dict[str, Any]] = [
     {"writer": "process"},
     {"writer": "process", "staging_bytes": 1},
 ]
-
-
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 @pytest.mark.parametrize("options", WRITERS)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from stateful import Box
 from torch import nn
 
 from kforge_ckpt import (
@@ -25,19 +26,6 @@ from kforge_ckpt import (
     StateMismatchError,
     UnsupportedStateError,
 )
-
-
-class Box:
-    """The smallest Stateful: a dict."""
-
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 def model(width: int = 8, seed: int = 0) -> nn.Sequential:

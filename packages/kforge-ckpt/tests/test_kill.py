@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stateful import Box
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -16,17 +17,6 @@ from kforge_ckpt import Checkpointer, CheckpointError, PerRank, commit, files
 from kforge_testing import RankFailure, run_ranks
 
 COMMITS_AT = commit.POINTS.index("renamed")
-
-
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 def box_of(step: int, world: int) -> Box:

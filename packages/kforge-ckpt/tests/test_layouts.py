@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from stateful import Box
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,17 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from kforge_ckpt import Checkpointer, CheckpointError, PerRank, StateMismatchError, UnsupportedStateError
 from kforge_testing import run_ranks
-
-
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,22 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from stateful import Box
 
 from kforge_ckpt import Checkpointer, CheckpointError, CkptConfig, commit, files, retrying
 from kforge_ckpt.files import entries, place
 from kforge_ckpt.retrying import Patience
 from kforge_testing import RankFailure, run_ranks
-
-
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 def box(step: int) -> Box:

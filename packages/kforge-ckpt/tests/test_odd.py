@@ -10,23 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stateful import Box
 from torch import nn
 
 from kforge_ckpt import Checkpointer, UnsupportedStateError, tools
 from kforge_ckpt.safetensors import DTYPES
 
 MODES: list[dict[str, Any]] = [{}, {"mode": "async"}, {"mode": "async", "writer": "process"}]
-
-
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 def bits(tensor: torch.Tensor) -> bytes:

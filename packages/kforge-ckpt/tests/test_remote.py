@@ -8,23 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from stateful import Box
 from torch import nn
 
 from kforge_ckpt import Checkpointer, CheckpointError, PerRank, RngState, commit, remote
 from kforge_ckpt.cli import main
 from kforge_ckpt.files import entries, place, write_file
 from kforge_ckpt.remote import RemotePath
-
-
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 def box(step: int, rows: int = 64) -> Box:

@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from stateful import Box
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kforge_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, PerRank, StateMismatchError, tools
 from kforge_testing import run_ranks
-
-
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
 
 
 def save(root: Path, step: int, **values: Any) -> None:
