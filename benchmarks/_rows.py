@@ -26,6 +26,8 @@ class Row:
     global_rows: int = 8
     microbatch_rows: int = 8
     recompute: str = "none"
+    recompute_keep: tuple[str, ...] = ()
+    """Of a selective recomputation; (): the default."""
     reshard_after_forward: bool = False
     isolate_documents: bool = False
     storage: str = "fp32"
@@ -61,6 +63,7 @@ class Row:
             "parallel.fp8": self.fp8,
             "parallel.recompute": self.recompute,
             "parallel.reshard_after_forward": self.reshard_after_forward,
+            **({"parallel.recompute_keep": self.recompute_keep} if self.recompute_keep else {}),
             "parallel.compile": self.compile,
             "parallel.device": self.device,
             "optim.lr": 3e-4,
@@ -84,6 +87,8 @@ LLAMA_350M = {
     "max_seq_len": 4096,
 }
 
+LEAN: dict[str, Any] = {"storage": "split", "moments": "bf16", "warmup_steps": 2, "timed_steps": 10}
+
 ROWS = {
     row.name: row
     for row in (
@@ -91,30 +96,35 @@ ROWS = {
         Row(name="350m-packed", model=LLAMA_350M, isolate_documents=True),
         Row(name="1b", preset="llama3-1b", target=58_000, timed_steps=15),
         Row(name="1b-packed", preset="llama3-1b", isolate_documents=True, timed_steps=15),
-        # fp32 weights, gradients and two moments of 8.03 B parameters are 128.5 GB of the 150 GB of an H200. What is
-        # left holds the inputs of the blocks, not all activations, and one row a microbatch: NOTES.md counts it up.
+        # Split weights and bf16 moments of 8.03 B parameters are 64 GB, their fp32 gradients 32: what is left of the
+        # 150 GB of an H200 holds the activations of two rows, and nothing is run again.
+        Row(name="8b", preset="llama3-8b", microbatch_rows=2, target=12_600, **LEAN),
+        Row(name="8b-packed", preset="llama3-8b", microbatch_rows=2, isolate_documents=True, **LEAN),
+        Row(name="8b-fp8", preset="llama3-8b", microbatch_rows=2, fp8="tensorwise", target=17_500, **LEAN),
+        # One text as long as a step. Blocks run again, but not their attention, half of the work at this length.
         Row(
-            name="8b",
+            name="8b-32k",
+            preset="llama3-8b",
+            model={"max_seq_len": 32_768},
+            row_tokens=32_768,
+            global_rows=1,
+            microbatch_rows=1,
+            recompute="selective",
+            recompute_keep=("attention",),
+            **LEAN,
+        ),
+        # fp32 weights, gradients and two moments are 128.5 GB. What is left holds the inputs of the blocks, not all
+        # activations, and one row a microbatch: NOTES.md counts it up.
+        Row(
+            name="8b-fp32",
             preset="llama3-8b",
             microbatch_rows=1,
             recompute="full",
             reshard_after_forward=True,
             warmup_steps=2,
             timed_steps=10,
-            target=12_600,
         ),
         Row(name="1b-fp8", preset="llama3-1b", fp8="tensorwise", target=70_000, timed_steps=15),
-        Row(
-            name="8b-fp8",
-            preset="llama3-8b",
-            microbatch_rows=1,
-            recompute="full",
-            reshard_after_forward=True,
-            fp8="tensorwise",
-            warmup_steps=2,
-            timed_steps=10,
-            target=17_500,
-        ),
         # 24 layers of 8 experts, 9.2 B parameters: split storage and bf16 moments, 74 GB, and 37 GB of fp32 gradients
         # leave room for the activations of two rows.
         Row(
@@ -159,7 +169,7 @@ def tiny(row: Row) -> Row:
         row,
         model={**row.model, **model},
         row_tokens=64,
-        global_rows=4,
+        global_rows=min(4, row.global_rows),
         microbatch_rows=min(2, row.microbatch_rows),
         compile=False,
         device="cpu",
