@@ -8,7 +8,10 @@ vocabulary, P parameters.
     elementwise    bytes that must pass through memory between products, over the measured rate of a copy as large as
                    those of one block
     accumulation   bytes of adding a microbatch's bf16 gradients to fp32 sums, over the same rate
-    optimizer      fused AdamW on fp32 weights and moments, and the norm of all gradients
+    optimizer      fused AdamW on fp32 weights and moments, and the norm of all gradients; where weights and moments
+                   are of fewer bytes, as much less as there are fewer to read and write
+    casts          FP8 alone: bytes of reading each operand in bf16 and writing it in 8 bits in the two layouts that its
+                   products want, activations and gradients in each microbatch and weights once a step
 
 Bytes of elementwise work, if all that stands between two products were one kernel, which reads each of its inputs and
 writes each of its results once. In elements of 2 bytes, a token and a layer:
@@ -21,7 +24,7 @@ With experts a token goes through k of them: products are those of kT dense rows
 experts and added up again, in both directions: 4(k + 1)D more.
 
 Beside the layers: softmax and its gradient 3V a token in bf16, the embedding and the last norm 12D. Once a step bf16
-weights are made from the fp32 ones: 6P bytes. Recomputation is not in the floor: a step that needs it pays for it.
+weights are made from fp32 ones: 6P bytes. Recomputation is not in the floor: a step that needs it pays for it.
 """
 
 from __future__ import annotations
@@ -98,6 +101,41 @@ def products(
     return work
 
 
+def products_in_fp8(tokens: int, sizes: list[tuple[int, int]], device: torch.device) -> Callable[[], None]:
+    """The same with operands that are in 8 bits already, in the layouts that Hopper multiplies; bf16 results."""
+
+    def bits(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+        return torch.randn(rows, columns, device=device).to(dtype)
+
+    one = torch.ones((), device=device)
+    recipe = torch.nn.functional.ScalingType.TensorWise
+
+    def times(a: Tensor, b: Tensor, fast: bool) -> None:
+        """a [M,K] and b [N,K] -> a bᵀ."""
+        torch.nn.functional.scaled_mm(
+            a, b.t(), one, recipe, one, recipe, output_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    e5m2 = torch.float8_e5m2
+    work = [
+        (
+            (bits(tokens, k), bits(n, k)),
+            (bits(tokens, n, e5m2), bits(k, n)),
+            (bits(n, tokens, e5m2), bits(k, tokens)),
+        )
+        for n, k in sizes
+    ]
+
+    def run() -> None:
+        for forward, _, _ in work:
+            times(*forward, True)
+        for _, dgrad, wgrad in work:
+            times(*dgrad, False)
+            times(*wgrad, False)
+
+    return run
+
+
 def block_products(config: ModelConfig) -> list[tuple[int, int]]:
     """The linears [N,K] of a block of Llama's kind: q, k and v in one, output, gate and up in one, down; with experts
     the first two, as the others have more rows (`expert_products`)."""
@@ -152,6 +190,13 @@ def optimizer_seconds_per_parameter(device: torch.device, parameters: int) -> fl
     return median_seconds([work], device, at_least_s=0.3)[0] / (piece * len(tensors))
 
 
+def state_bytes(row: Row) -> int:
+    """Bytes of a parameter that a step of the optimizer reads and writes, those of the gradient's norm among them: 32
+    where all is fp32."""
+    moments = {"fp32": 16, "bf16": 8, "int8": 4}[row.moments]
+    return 8 + 8 + moments  # the gradient twice, the weight (split or not) in and out, the moments in and out
+
+
 def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, Any]:
     """Parts of the floor in seconds a step, their sum, the rates behind them and the bytes that were assumed."""
     small = device.type != "cuda"
@@ -166,7 +211,12 @@ def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, An
 
     block, expert = block_products(config), expert_products(config) if chosen else []
     layer_bytes = 2 * tokens * (16 * dim + 4 * (q + kv) + 8 * ffn + (4 * (chosen + 1) * dim if chosen else 0))
-    layer = [products(tokens, block, device), attention(row, config, device), copy(layer_bytes // 2, device)]
+    in_fp8 = row.fp8 != "none" and not small
+    layer = [
+        (products_in_fp8 if in_fp8 else products)(tokens, block, device),
+        attention(row, config, device),
+        copy(layer_bytes // 2, device),
+    ]
     layer += [products(chosen * tokens, expert, device)] if chosen else []
     block_s, attention_s, layer_copy_s, *experts_s = median_seconds(layer, device, 15 * least_s)
     block_s += sum(experts_s)
@@ -178,15 +228,19 @@ def measure(row: Row, config: ModelConfig, device: torch.device) -> dict[str, An
     parameters = int(shape["parameters"])
     step_tokens = row.tokens_per_step
     elementwise = micro * layers * layer_bytes + step_tokens * 2 * (3 * vocab + 12 * dim)
-    elementwise += 6 * parameters
+    if row.storage == "fp32":
+        elementwise += 6 * parameters
     accumulation = parameters * (10 * (micro - 1) + 6)  # bf16 in, fp32 sum in and out; the first only out
     parts = {
         "products": micro * (layers * block_s + head_s),
         "attention": micro * layers * attention_s,
         "elementwise": elementwise / rate,
         "accumulation": accumulation / rate,
-        "optimizer": optimizer_s * parameters,
+        "optimizer": optimizer_s * parameters * state_bytes(row) / 32,
     }
+    if in_fp8:
+        operands = tokens * sum(n + k for n, k in block)
+        parts["casts"] = 4 * layers * (micro * operands + sum(n * k for n, k in block)) / rate
     block_flops = 6 * tokens * (sum(n * k for n, k in block) + chosen * sum(n * k for n, k in expert))
     return {
         "seconds": sum(parts.values()),

@@ -72,6 +72,7 @@ class Row:
             "metrics.every_steps": 4,
             "metrics.console": False,
             "train.eval_every_steps": 0,
+            "ckpt.mode": "sync",  # nothing is saved; in the background, host memory would be pinned for it meanwhile
             "train.run_dir": run_dir,
             "train.steps": steps,
         }

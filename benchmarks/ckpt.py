@@ -71,7 +71,7 @@ def measure(folder: Path, gib: float, turns: int, writer: str) -> tuple[list[dic
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     count = max(1, round(gib * 2**30 / TENSOR_BYTES))
     tensors = {f"w{n}": torch.randn(TENSOR_BYTES // 4, device=device) for n in range(count)}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -259,6 +260,7 @@ def main() -> int:
         if not torch.cuda.is_available():
             print("no CUDA device here, so nothing was measured; --smoke runs a tiny row on the CPU")
             return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit keeps what has been measured
     with tempfile.TemporaryDirectory(prefix="kforge-bench-") as folder:
         session = Session(Path(folder), options.smoke, options.trace)
         rows = measure(names, session, options.once)

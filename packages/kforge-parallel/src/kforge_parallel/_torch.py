@@ -103,6 +103,12 @@ def flash_backward(
     return dq, dk, dv
 
 
+def scaled_mm(a: Tensor, a_unit: Tensor, b: Tensor, b_unit: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """(a · a_unit) [M,K] @ (b · b_unit) [K,N] in ``dtype``, of 8-bit a, its rows contiguous, and b, its columns. Stands
+    in for ``torch.nn.functional.scaled_mm``, which torch.compile of 2.11 cannot trace."""
+    return torch._scaled_mm(a, b, a_unit, b_unit, out_dtype=dtype, use_fast_accum=fast)
+
+
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q [B,H,Q,Dh], k [B,H,K,Dh], v [B,H,K,Dv], bias [B,H,Q,K], whose rows begin at multiples of 16 -> out [B,H,Q,Dv],
     lse [B,H,Q] fp32."""
@@ -114,6 +120,8 @@ def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `efficient_forward` for this out and lse, be they of more keys than these."""
+    # Of out the kernel takes all heads of a query to lie together, whatever its strides say.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     # The length of an lse as the forward leaves it is a multiple of 32, filled up with inf.
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf")).contiguous()
     state = torch.zeros((), dtype=torch.int64, device=q.device)  # of the dropout that there is not

@@ -32,9 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.functional import ScalingType
 
-from kforge_parallel._torch import tree_map_only
+from kforge_parallel._torch import scaled_mm, tree_map_only
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOP = {E4M3: 8, E5M2: 15}
@@ -87,13 +86,14 @@ def product(a: Tensor, a_unit: Tensor, b: Tensor, b_unit: Tensor, dtype: torch.d
     if a.device.type == "cpu":
         wide = torch.promote_types(dtype, torch.float32)
         return ((a.to(wide) * a_unit) @ (b.to(wide) * b_unit)).to(dtype)
-    recipe = ScalingType.RowWise if a_unit.ndim else ScalingType.TensorWise
     if missing := -a.shape[1] % MULTIPLE:  # tokens, where they are what is summed over: zeros add nothing
         a, b = (
             F.pad(t.view(torch.uint8), pad).view(t.dtype) for t, pad in ((a, (0, missing)), (b, (0, 0, 0, missing)))
         )
     a, b = a.contiguous(), b.t().contiguous().t()  # the one layout that Hopper multiplies
-    return F.scaled_mm(a, b, a_unit, recipe, b_unit, recipe, output_dtype=dtype, use_fast_accum=fast)
+    if a_unit.ndim:
+        a_unit, b_unit = a_unit.contiguous(), b_unit.contiguous()
+    return scaled_mm(a, a_unit, b, b_unit, dtype, fast)
 
 
 # ------------------------------------------------------------------------------------------------------------ products
