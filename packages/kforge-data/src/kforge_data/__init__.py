@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kforge_data.corpus import CorpusReport as CorpusReport
     from kforge_data.corpus import stdlib_documents as stdlib_documents
     from kforge_data.corpus import write_stdlib_corpus as write_stdlib_corpus
+    from kforge_data.documents import ReadCounts as ReadCounts
+    from kforge_data.documents import read_documents as read_documents
     from kforge_data.loader import Loader as Loader
     from kforge_data.loader import evaluation_batches as evaluation_batches
     from kforge_data.loader import evaluation_rows as evaluation_rows
@@ -42,9 +44,7 @@ if TYPE_CHECKING:
     from kforge_data.sources import RowBlock as RowBlock
     from kforge_data.sources import Source as Source
     from kforge_data.streams import TokenStream as TokenStream
-    from kforge_data.tokenize import ReadCounts as ReadCounts
     from kforge_data.tokenize import TokenizeReport as TokenizeReport
-    from kforge_data.tokenize import read_documents as read_documents
     from kforge_data.tokenize import tokenize_files as tokenize_files
     from kforge_data.tokenizer import Tokenizer as Tokenizer
     from kforge_data.tokenizer import train_tokenizer as train_tokenizer
@@ -64,7 +64,7 @@ _HOME = {
     "PackedDocuments": "best_fit",
     "PackedRows": "packing",
     "Permutation": "order",
-    "ReadCounts": "tokenize",
+    "ReadCounts": "documents",
     "RowBlock": "sources",
     "ShardWriter": "shard_writer",
     "Source": "sources",
@@ -79,7 +79,7 @@ _HOME = {
     "ngram_baseline": "ngram",
     "open_tokens": "opening",
     "pack_rows": "packing",
-    "read_documents": "tokenize",
+    "read_documents": "documents",
     "stdlib_documents": "corpus",
     "tokenize_files": "tokenize",
     "train_tokenizer": "tokenizer",

@@ -63,6 +63,14 @@ def parser() -> argparse.ArgumentParser:
     tokenize.add_argument("--workers", type=int, default=0, metavar="N", help="processes (0: threads of this one)")
     tokenize.add_argument("--end-of-text", metavar="TOKEN", help="token that ends a document (default: by usual names)")
     tokenize.add_argument("--parse-special", action="store_true", help="special-token strings in text become their ids")
+    tokenize.add_argument("--begin-of-text", metavar="TOKEN", help="token that begins a document (default: none does)")
+    tokenize.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on where a run with the same arguments was stopped (the default)",
+    )
+    tokenize.add_argument("--quiet", action="store_true", help="do not tell on stderr how far it is")
     tokenize.add_argument("--overwrite", action="store_true", help="replace shards that are there")
 
     inspect = _command(commands, "inspect", _inspect, "show what a folder of token shards holds")
@@ -127,7 +135,7 @@ def _corpus(arguments: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> int:
-    from kforge_data.tokenize import read_documents
+    from kforge_data.documents import read_documents
     from kforge_data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(
@@ -152,7 +160,10 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         shard_tokens=arguments.shard_tokens,
         workers=arguments.workers,
         parse_special=arguments.parse_special,
+        begin_of_text=arguments.begin_of_text,
         overwrite=arguments.overwrite,
+        resume=arguments.resume,
+        progress=None if arguments.quiet else sys.stderr,
         **_reading(arguments),
     )
     for shards in (report.train, report.heldout):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -42,7 +43,7 @@ class ShardWriter:
         path: the folder. Created when the first document comes.
         vocab_size: ids are 0..vocab_size-1; an id outside is refused.
         tokenizer: fingerprint of the tokenizer that made the ids ("" if there is none).
-        eos_id: the id that ends each document, recorded for readers; the writer adds nothing.
+        eos_id, bos_id: the ids that end and begin each document, recorded for readers; the writer adds nothing.
         dtype: "auto", "uint16" or "uint32". One that cannot hold the vocabulary is refused before any file.
         shard_tokens: a shard is closed rather than grown past this. A document is never split, so a longer one
             makes a longer shard.
@@ -57,6 +58,7 @@ class ShardWriter:
         vocab_size: int,
         tokenizer: str = "",
         eos_id: int | None = None,
+        bos_id: int | None = None,
         dtype: str = "auto",
         shard_tokens: int = 1 << 28,
         overwrite: bool = False,
@@ -65,14 +67,15 @@ class ShardWriter:
         self.dtype = token_dtype(vocab_size, dtype)
         if shard_tokens < 1:
             raise ValueError(f"shard_tokens = {shard_tokens} must be at least 1")
-        if eos_id is not None and not 0 <= eos_id < vocab_size:
-            raise ValueError(f"eos_id = {eos_id} is not an id of a vocabulary of {vocab_size}")
+        for name, value in (("eos_id", eos_id), ("bos_id", bos_id)):
+            if value is not None and not 0 <= value < vocab_size:
+                raise ValueError(f"{name} = {value} is not an id of a vocabulary of {vocab_size}")
         self.path = Path(path)
         if (self.path / INDEX).exists() and not overwrite:
             raise ValueError(f"{self.path} already holds token shards; remove it, or pass overwrite (--overwrite)")
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file, and token shards need a folder")
-        self._vocab_size, self._tokenizer, self._eos_id = vocab_size, tokenizer, eos_id
+        self._vocab_size, self._tokenizer, self._eos_id, self._bos_id = vocab_size, tokenizer, eos_id, bos_id
         self._shard_tokens, self._meta = shard_tokens, dict(meta or {})
         self._revision = 1 + max(self._listed_revisions(), default=-1)
         self._shards: list[ShardInfo] = []
@@ -128,6 +131,33 @@ class ShardWriter:
         """Count documents that were left out (empty ones); they appear in the index as skipped."""
         self._skipped += documents
 
+    def commit(self) -> dict[str, Any]:
+        """Put on disk what was added so far. Plain data for `resume`, from which a later writer goes on after it."""
+        return {
+            "revision": self._revision,
+            "shards": [asdict(shard) for shard in self._shards],
+            "open": self._open.commit() if self._open else None,
+            "skipped": self._skipped,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on after what `commit` told, of a writer with the same arguments that was killed; what it wrote later is
+        cut off. ValueError where the files are not there any more, or shorter than they were."""
+        self._revision, self._skipped = int(state["revision"]), int(state["skipped"])
+        self._shards = [ShardInfo(**shard) for shard in state["shards"]]
+        for shard in self._shards:
+            _check_size(self.path / f"{shard.name}.bin", shard.tokens * TOKEN_DTYPES[self.dtype].itemsize)
+            _check_size(self.path / f"{shard.name}.docs", (shard.documents + 1) * OFFSET_DTYPE.itemsize)
+        if state["open"] is not None:
+            name = f"{self._revision}-{len(self._shards):05d}"
+            self._open = _OpenShard(self.path, name, state["open"], TOKEN_DTYPES[self.dtype].itemsize)
+
+    def keep(self) -> None:
+        """Close the files and leave them as they are, for a later writer that goes on from the last `commit`."""
+        if self._open and not self._done:
+            self._open.close_files()
+        self._done = True
+
     def finish(self) -> TokenShards:
         """Close the files, write index.json and return the set. Older revisions are removed after that."""
         if self._done:
@@ -145,6 +175,7 @@ class ShardWriter:
             skipped_documents=self._skipped,
             shards=tuple(self._shards),
             meta=self._meta,
+            bos_id=self._bos_id,
         )
         text = index.to_json()
         self._make_folder()
@@ -211,11 +242,23 @@ class ShardWriter:
 class _OpenShard:
     """The two files of the shard being written, hashed as they grow."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.tokens, self._documents, self._text_bytes = name, 0, 0, 0
+    def __init__(self, folder: Path, name: str, begun: Mapping[str, int] | None = None, itemsize: int = 0) -> None:
+        begun = begun or {"tokens": 0, "documents": 0, "text_bytes": 0}
+        self.name, self.tokens = name, begun["tokens"]
+        self._documents, self._text_bytes = begun["documents"], begun["text_bytes"]
         self._paths = [folder / f"{name}.bin", folder / f"{name}.docs"]
-        self._files: list[BinaryIO] = [path.open("wb") for path in self._paths]
         self._hashes = [hashlib.sha256(), hashlib.sha256()]
+        sizes = [self.tokens * itemsize, self._documents * OFFSET_DTYPE.itemsize]
+        for path, digest, size in zip(self._paths, self._hashes, sizes, strict=True):
+            if size:
+                _check_size(path, size, longer=True)
+                os.truncate(path, size)
+                with path.open("rb") as file:
+                    while chunk := file.read(1 << 20):
+                        digest.update(chunk)
+        self._files: list[BinaryIO] = [
+            path.open("ab" if size else "wb") for path, size in zip(self._paths, sizes, strict=True)
+        ]
 
     def _put(self, which: int, array: NDArray[Any]) -> None:
         data = np.ascontiguousarray(array).view(np.uint8).data
@@ -229,12 +272,20 @@ class _OpenShard:
         self._documents += len(sizes)
         self._text_bytes += text_bytes
 
-    def close(self) -> ShardInfo:
-        self._put(1, np.array([self.tokens], OFFSET_DTYPE))
+    def commit(self) -> dict[str, int]:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
+        return {"tokens": self.tokens, "documents": self._documents, "text_bytes": self._text_bytes}
+
+    def close_files(self) -> None:
+        for file in self._files:
             file.close()
+
+    def close(self) -> ShardInfo:
+        self._put(1, np.array([self.tokens], OFFSET_DTYPE))
+        self.commit()
+        self.close_files()
         sums = [digest.hexdigest() for digest in self._hashes]
         return ShardInfo(self.name, self.tokens, self._documents, self._text_bytes, *sums)
 
@@ -242,6 +293,12 @@ class _OpenShard:
         for file, path in zip(self._files, self._paths, strict=True):
             file.close()
             path.unlink(missing_ok=True)
+
+
+def _check_size(path: Path, size: int, *, longer: bool = False) -> None:
+    found = path.stat().st_size if path.exists() else 0
+    if found < size or (found > size and not longer):
+        raise ValueError(f"{path} has {found} bytes, and {size} were written; what was begun cannot be gone on with")
 
 
 def _sync_folder(path: Path) -> None:

@@ -82,6 +82,7 @@ class ShardIndex:
     skipped_documents: int
     shards: tuple[ShardInfo, ...]
     meta: dict[str, Any]
+    bos_id: int | None = None
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False)
@@ -89,7 +90,9 @@ class ShardIndex:
     @property
     def fingerprint(self) -> str:
         """sha256 over what decides the rows: types, counts and checksums; not the place, nor the file names."""
-        content = [self.dtype, self.vocab_size, self.eos_id, self.tokenizer]
+        content: list[Any] = [self.dtype, self.vocab_size, self.eos_id, self.tokenizer]
+        if self.bos_id is not None:
+            content.append(self.bos_id)
         shards = [[s.tokens, s.documents, s.sha256_bin, s.sha256_docs] for s in self.shards]
         return "sha256:" + hashlib.sha256(json.dumps([content, shards]).encode()).hexdigest()
 

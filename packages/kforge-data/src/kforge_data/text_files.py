@@ -69,10 +69,21 @@ def list_files(inputs: Sequence[str | Path]) -> list[str | Path]:
     return files
 
 
+def file_size(file: str | Path) -> int:
+    """Bytes of a file as it lies there, packed or not; 0 where its store does not tell."""
+    if not is_url(file):
+        return Path(file).stat().st_size
+    filesystem, path = needed("fsspec.core", "remote", str(file)).url_to_fs(str(file))
+    return int(filesystem.size(path) or 0)
+
+
 @contextmanager
-def open_bytes(file: str | Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked. ValueError that names the file where it is damaged."""
+def open_bytes(file: str | Path, opened: list[IO[bytes]] | None = None) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked. ValueError that names the file where it is damaged. ``opened`` becomes the list of
+    the file as it lies there, whose position says how far reading has come."""
     with _open_raw(file) as raw:
+        if opened is not None:
+            opened[:] = [raw]
         name = file_name(file)
         if name.endswith(".gz"):
             with gzip.open(raw, "rb") as unpacked:

@@ -94,6 +94,13 @@ class Tokenizer:
         wanted = repr(self._end_of_text) if self._end_of_text else "one of " + ", ".join(_KNOWN_ENDS)
         raise ValueError(f"the tokenizer has no end-of-text token {wanted}; say which of its tokens ends a document")
 
+    def token_id(self, token: str) -> int:
+        """Id of a token by its name. ValueError if there is none of that name."""
+        found = self._plain.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer has no token {token!r}")
+        return int(found)
+
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Ids of a text. Nothing is added at either end.
 

@@ -36,10 +36,12 @@ def verify_shards(path: str | Path) -> list[str]:
             if highest >= shards.vocab_size:
                 faults.append(f"{name}.bin: id {highest} is outside of a vocabulary of {shards.vocab_size}")
                 break
-        if shards.eos_id is not None:
-            missing = np.flatnonzero(tokens[docs[1:] - 1] != shards.eos_id)
-            if missing.size:
+        for word, places, wanted in (
+            ("end", docs[1:] - 1, shards.eos_id),
+            ("begin", docs[:-1], shards.index.bos_id),
+        ):
+            if wanted is not None and (missing := np.flatnonzero(tokens[places] != wanted)).size:
                 faults.append(
-                    f"{name}.bin: {missing.size} documents end without id {shards.eos_id}, number {missing[0]} is one"
+                    f"{name}.bin: {missing.size} documents {word} without id {wanted}, number {missing[0]} is one"
                 )
     return faults

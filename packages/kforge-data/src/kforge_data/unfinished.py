@@ -1,0 +1,87 @@
+"""A command that was stopped, and goes on where it was: a note of what is done, renewed as the work goes.
+
+The note lies beside what is written and disappears when all is done. One process at a time holds its folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kforge_data.text_files import file_size, is_url
+
+NOTE = "unfinished.json"
+_VERSION = 1
+
+
+def read_note(folder: Path) -> dict[str, Any] | None:
+    """What an earlier run noted in this folder; None if there is nothing."""
+    try:
+        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{folder / NOTE} is damaged: {error}; start anew with resume off (--no-resume)") from error
+    if not isinstance(note, dict) or note.get("version") != _VERSION:
+        raise ValueError(f"{folder / NOTE} is of another version; start anew with resume off (--no-resume)")
+    return note
+
+
+def write_note(folder: Path, note: Mapping[str, Any]) -> None:
+    """Put a note into the folder, whole or not at all."""
+    partial = folder / (NOTE + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump({"version": _VERSION, **note}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, folder / NOTE)
+
+
+def remove_note(folder: Path) -> None:
+    """Take the note away: all is done, or begins anew."""
+    for name in (NOTE, NOTE + ".partial"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def describe_files(files: Sequence[str | Path]) -> list[list[Any]]:
+    """Name, size and time of change of each file, by which a later run knows that it is the same."""
+    return [[str(f), file_size(f), 0 if is_url(f) else Path(f).stat().st_mtime_ns] for f in files]
+
+
+def check_note(note: Mapping[str, Any], options: Mapping[str, Any], files: Sequence[str | Path], folder: Path) -> None:
+    """ValueError that says what differs, unless this run would write what the unfinished one was writing."""
+    before = note["options"]
+    differing = [
+        f"{key} was {before.get(key)!r} and is {options[key]!r}" for key in options if before[key] != options[key]
+    ]
+    done = note["files"]
+    for was, now in zip(done, describe_files(files[: len(done)]), strict=False):
+        if was != now:
+            differing.append(f"{was[0]} has changed" if was[0] == now[0] else f"{was[0]} came where {now[0]} comes now")
+    if len(files) < len(done):
+        differing.append(f"{done[len(files)][0]} was read and is not named now")
+    if differing:
+        raise ValueError(
+            f"{folder} holds an unfinished run that differs: {'; '.join(differing)}. Give what it was given, or start "
+            "anew with resume off (--no-resume)"
+        )
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made if need be, until the block or the process ends. ValueError if another one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing to {folder}; wait for it, or write elsewhere") from None
+        yield
+    finally:
+        os.close(handle)
