@@ -26,7 +26,7 @@ def test_the_readme_runs(tmp_path: Path, texts: list[str], monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     text = README.read_text(encoding="utf-8")
     commands = re.findall(r"^kforge-data (.*)$", text, re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 9
     for command in commands:
         arguments = shlex.split(command.replace("4096", "300"), comments=True)
         assert main(arguments) == 0, command

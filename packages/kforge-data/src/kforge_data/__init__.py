@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from kforge_data.batch import Batch as Batch
     from kforge_data.best_fit import PackedDocuments as PackedDocuments
     from kforge_data.config import DataConfig as DataConfig
+    from kforge_data.convert import convert_tokens as convert_tokens
     from kforge_data.corpus import CorpusReport as CorpusReport
     from kforge_data.corpus import stdlib_documents as stdlib_documents
     from kforge_data.corpus import write_stdlib_corpus as write_stdlib_corpus
     from kforge_data.documents import ReadCounts as ReadCounts
     from kforge_data.documents import read_documents as read_documents
+    from kforge_data.duplicates import duplicate_documents as duplicate_documents
+    from kforge_data.duplicates import write_deduplicated as write_deduplicated
     from kforge_data.loader import Loader as Loader
     from kforge_data.loader import evaluation_batches as evaluation_batches
     from kforge_data.loader import evaluation_rows as evaluation_rows
@@ -43,12 +46,15 @@ if TYPE_CHECKING:
     from kforge_data.sources import MeasuredSource as MeasuredSource
     from kforge_data.sources import RowBlock as RowBlock
     from kforge_data.sources import Source as Source
+    from kforge_data.stats import Stats as Stats
+    from kforge_data.stats import token_stats as token_stats
     from kforge_data.streams import TokenStream as TokenStream
     from kforge_data.tokenize import TokenizeReport as TokenizeReport
     from kforge_data.tokenize import tokenize_files as tokenize_files
     from kforge_data.tokenizer import Tokenizer as Tokenizer
     from kforge_data.tokenizer import train_tokenizer as train_tokenizer
     from kforge_data.verify import verify_shards as verify_shards
+    from kforge_data.verify import verify_tokens as verify_tokens
 
 # Public name -> the module it lives in. Nothing is imported until it is asked for.
 _HOME = {
@@ -68,11 +74,14 @@ _HOME = {
     "RowBlock": "sources",
     "ShardWriter": "shard_writer",
     "Source": "sources",
+    "Stats": "stats",
     "TokenFiles": "raw",
     "TokenShards": "shards",
     "TokenStream": "streams",
     "TokenizeReport": "tokenize",
     "Tokenizer": "tokenizer",
+    "convert_tokens": "convert",
+    "duplicate_documents": "duplicates",
     "epoch_order": "order",
     "evaluation_batches": "loader",
     "evaluation_rows": "loader",
@@ -81,11 +90,14 @@ _HOME = {
     "pack_rows": "packing",
     "read_documents": "documents",
     "stdlib_documents": "corpus",
+    "token_stats": "stats",
     "tokenize_files": "tokenize",
     "train_tokenizer": "tokenizer",
     "training_source": "opening",
     "training_streams": "opening",
     "verify_shards": "verify",
+    "verify_tokens": "verify",
+    "write_deduplicated": "duplicates",
     "write_megatron": "megatron",
     "write_stdlib_corpus": "corpus",
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from kforge_data._version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 FAULTS_FOUND = 1
 USER_ERROR = 2
@@ -80,8 +81,38 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--characters", type=int, default=300, metavar="N", help="so much of each (default 300)")
     inspect.add_argument("--json", action="store_true", help="machine-readable")
 
-    verify = _command(commands, "verify", _verify, "read token shards whole and compare them with their index")
-    verify.add_argument("shards", nargs="+", metavar="FOLDER")
+    verify = _command(commands, "verify", _verify, "read sets of tokens whole and say what is wrong with them")
+    verify.add_argument("sets", nargs="+", metavar="SET", help="folders of token shards, or other token files")
+    _add_raw(verify)
+    verify.add_argument("--vocab-size", type=int, metavar="N", help="ids from N on are faults, where files do not say")
+
+    stats = _command(commands, "stats", _stats, "how long documents are, and how many tokens a byte takes")
+    stats.add_argument("set", metavar="SET", help="a folder of token shards, or other token files")
+    _add_raw(stats)
+    stats.add_argument("--tokenizer", metavar="FILE", help="counts bytes of text where the set does not know them")
+    stats.add_argument("--out", metavar="PNG", help="draw the histogram of lengths")
+    stats.add_argument("--json", action="store_true", help="machine-readable")
+
+    mix = _command(commands, "mix", _mix, "what a job's mixture will have given after so many steps")
+    mix.add_argument("job", metavar="TOML", help="a job's file, of which the table [data] is read")
+    mix.add_argument("--steps", type=int, required=True, metavar="N", help="optimizer steps to look at")
+    mix.add_argument("--windows", type=int, default=10, metavar="N", help="parts of them to tell apart (default 10)")
+    mix.add_argument("--out", metavar="PNG", help="draw the shares")
+    mix.add_argument("--json", action="store_true", help="machine-readable")
+
+    dedup = _command(commands, "dedup", _dedup, "write the documents of sets of tokens once each, by exact hash")
+    dedup.add_argument("sets", nargs="+", metavar="SET", help="folders of token shards, or other token files")
+    _add_raw(dedup)
+    _add_out(dedup, "FOLDER", "folder of token shards to write")
+    dedup.add_argument("--tokenizer", metavar="FILE", help="counts the bytes of text that stay")
+
+    convert = _command(commands, "convert", _convert, "write a set of tokens in another format")
+    convert.add_argument("set", metavar="SET", help="a folder of token shards, .npy or .bin files, or Megatron's .idx")
+    _add_raw(convert)
+    convert.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of files that do not say it")
+    convert.add_argument("--to", required=True, metavar="FORMAT", help="shards, npy, bin, megatron, jsonl or txt")
+    _add_out(convert, "PATH", "folder or file to write")
+    convert.add_argument("--tokenizer", metavar="FILE", help="needed for jsonl and txt")
 
     ngram = _command(commands, "ngram", _ngram, "losses that counting reaches: unigram and Kneser-Ney bigram")
     ngram.add_argument("--train", required=True, metavar="FOLDER", help="shards to count")
@@ -116,6 +147,30 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--strict", action="store_true", help="a document without text is an error")
     command.add_argument("--max-bad-lines", type=int, default=0, metavar="N", help="skip so many broken lines")
+
+
+def _add_raw(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", default="", help="integer type of .bin files, which do not say it")
+    command.add_argument("--eos-id", type=int, metavar="ID", help="what ends a document in files that do not say it")
+
+
+def _add_out(command: argparse.ArgumentParser, metavar: str, text: str) -> None:
+    command.add_argument("--out", required=True, metavar=metavar, help=text)
+    command.add_argument("--shard-tokens", type=int, default=1 << 28, metavar="N", help="tokens of one shard")
+    command.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+def _open(arguments: argparse.Namespace, path: str) -> Any:
+    from kforge_data.opening import open_tokens
+
+    given = {name: getattr(arguments, name) for name in ("dtype", "eos_id", "vocab_size") if hasattr(arguments, name)}
+    return open_tokens(path, **given)
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Any:
+    from kforge_data.tokenizer import Tokenizer
+
+    return Tokenizer.load(arguments.tokenizer) if arguments.tokenizer else None
 
 
 def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -185,10 +240,10 @@ def _summary(shards: Any) -> str:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from kforge_data.shards import TokenShards
-    from kforge_data.tokenizer import Tokenizer
 
     shards = TokenShards(arguments.shards)
-    tokenizer = Tokenizer.load(arguments.tokenizer) if arguments.tokenizer else None
+    colour = _colours()
+    tokenizer = _tokenizer(arguments)
     if tokenizer:
         shards.check_tokenizer(tokenizer)
     documents: list[dict[str, Any]] = []
@@ -210,22 +265,140 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(f"tokenizer   {index.tokenizer or '(none recorded)'}")
     print(f"fingerprint {shards.fingerprint}")
     for entry in documents:
-        print(f"--- document {entry['document']}, {entry['tokens']:,} tokens")
-        print(entry.get("text", entry.get("ids")))
+        print(colour("1;36", f"--- document {entry['document']}, {entry['tokens']:,} tokens"))
+        print(_marked(entry, index, tokenizer, colour))
     return 0
 
 
+def _colours() -> Callable[[str, str], str]:
+    """Text in a colour of a terminal; as it is where none looks on, or where NO_COLOR is set (no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return lambda code, text: text
+    return lambda code, text: f"\x1b[{code}m{text}\x1b[0m"
+
+
+def _marked(entry: dict[str, Any], index: Any, tokenizer: Any, colour: Callable[[str, str], str]) -> str:
+    """The text or ids of a document, with what begins and ends it in colour."""
+    content: str = entry.get("text", entry.get("ids", ""))
+    for name, cut in ((index.bos_id, str.removeprefix), (index.eos_id, str.removesuffix)):
+        if name is None:
+            continue
+        word = tokenizer.decode([name]) if tokenizer else str(name)
+        rest = cut(content, word)
+        if rest != content:
+            shown = colour("1;35", word)
+            content = shown + rest if cut is str.removeprefix else rest + shown
+    return content
+
+
 def _verify(arguments: argparse.Namespace) -> int:
-    from kforge_data.verify import verify_shards
+    from pathlib import Path
+
+    from kforge_data.shards import INDEX
+    from kforge_data.verify import verify_shards, verify_tokens
 
     found = 0
-    for folder in arguments.shards:
-        faults = verify_shards(folder)
+    for place in arguments.sets:
+        is_files = Path(place).is_file() or not (Path(place) / INDEX).exists()
+        try:
+            faults = verify_tokens(_open(arguments, place)) if is_files else verify_shards(place)
+        except ValueError as error:
+            if not is_files or not Path(place).exists():
+                raise
+            faults = [str(error)]  # what cannot be opened is damaged
         found += len(faults)
         for fault in faults:
             print(fault, file=sys.stderr)
-        print(f"{folder}: {'damaged' if faults else 'whole'}")
+        print(f"{place}: {'damaged' if faults else 'whole'}")
     return FAULTS_FOUND if found else 0
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    from kforge_data.stats import draw_lengths, token_stats
+
+    stream = _open(arguments, arguments.set)
+    stats = token_stats(stream, _tokenizer(arguments))
+    if arguments.out:
+        draw_lengths(stats, arguments.out, arguments.set)
+    if arguments.json:
+        from dataclasses import asdict
+
+        print(json.dumps(asdict(stats), indent=1))
+        return 0
+    print(f"{stats.documents:,} documents, {stats.tokens:,} tokens")
+    print(f"tokens of a document: {stats.shortest:,} to {stats.longest:,}, mean {stats.mean:,.1f}")
+    print("shorter are         " + ", ".join(f"{share} of {value:,.0f}" for share, value in stats.quantiles.items()))
+    if stats.tokens_per_byte is None:
+        print("bytes of text are not known; --tokenizer counts them")
+    else:
+        part = "" if stats.tokens_per_byte_of == stats.documents else f" (of {stats.tokens_per_byte_of:,} documents)"
+        print(f"{stats.tokens_per_byte:.4f} tokens a byte, {1 / stats.tokens_per_byte:.3f} bytes a token{part}")
+    if arguments.out:
+        print(f"{arguments.out}: the histogram of lengths")
+    return 0
+
+
+def _mix(arguments: argparse.Namespace) -> int:
+    from kforge_data.mixture import Mixture
+    from kforge_data.opening import training_source
+    from kforge_data.preview import draw_shares, preview, read_data_config
+
+    config = read_data_config(arguments.job)
+    mixture = training_source(config)
+    if not isinstance(mixture, Mixture):
+        raise ValueError(f"{arguments.job} has no data.mixture, so there are no shares to look at")
+    windows = preview(mixture, config, arguments.steps, arguments.windows)
+    if arguments.out:
+        draw_shares(windows, arguments.out)
+    if arguments.json:
+        print(json.dumps([window._asdict() for window in windows], indent=1))
+        return 0
+    width = max(len("source"), *(len(name) for name in mixture.names))
+    print(f"shares of {config.mixture_by}")
+    print(f"{'steps':>17}  {'source':<{width}} {'asked':>9} {'realised':>9} {'rows':>13} {'epochs':>8}")
+    for window in windows:
+        steps = f"{window.first:,}-{window.last - 1:,}" if window.name == mixture.names[0] else ""
+        shares = f"{window.asked:>9.4%} {window.realised:>9.4%}"
+        print(f"{steps:>17}  {window.name:<{width}} {shares} {window.rows:>13,} {window.epochs:>8.2f}")
+    if arguments.out:
+        print(f"{arguments.out}: the shares over the steps")
+    return 0
+
+
+def _dedup(arguments: argparse.Namespace) -> int:
+    from kforge_data.duplicates import write_deduplicated
+
+    streams = [_open(arguments, place) for place in arguments.sets]
+    tokenizer = _tokenizer(arguments)
+    for stream in streams if tokenizer else []:
+        stream.check_tokenizer(tokenizer)
+    shards = write_deduplicated(
+        streams,
+        arguments.out,
+        tokenizer=tokenizer,
+        shard_tokens=arguments.shard_tokens,
+        overwrite=arguments.overwrite,
+    )
+    documents, tokens = sum(stream.documents for stream in streams), sum(stream.tokens for stream in streams)
+    print(_summary(shards))
+    print(f"left out: {documents - shards.documents:,} documents of {tokens - shards.tokens:,} tokens that came before")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from kforge_data.convert import convert_tokens
+
+    stream = _open(arguments, arguments.set)
+    what = convert_tokens(
+        stream,
+        arguments.out,
+        arguments.to,
+        tokenizer=_tokenizer(arguments),
+        shard_tokens=arguments.shard_tokens,
+        overwrite=arguments.overwrite,
+    )
+    print(f"{arguments.out}: {stream.documents:,} documents, {stream.tokens:,} tokens; {what}")
+    return 0
 
 
 def _ngram(arguments: argparse.Namespace) -> int:

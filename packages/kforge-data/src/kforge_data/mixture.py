@@ -122,6 +122,19 @@ class Mixture:
         inside = _counts(stretch, np.array([position - stretch.first], np.int64), len(self.names))[:, 0]
         return {name: stretch.before[k] + int(inside[k]) for k, name in enumerate(self.names)}
 
+    def row_sizes(self, row_tokens: int) -> dict[str, tuple[int, float]]:
+        """Of each source: rows of one epoch, and tokens (or documents, if shares are of these) of a row, the mean."""
+        sizes = {}
+        for name, source in zip(self.names, self._sources, strict=True):
+            rows = source.row_count(row_tokens)
+            sizes[name] = rows, source.epoch_size(row_tokens)[self._by == "documents"] / rows
+        return sizes
+
+    def asked(self, position: int = 0) -> dict[str, float]:
+        """Share of the tokens (or documents) that the weights ask for at a position."""
+        powers = [w and math.exp(math.log(w) / self._temperature) for w in self._weights_at(position)]
+        return {name: power / sum(powers) for name, power in zip(self.names, powers, strict=True)}
+
     def position_limit(self, row_tokens: int) -> int | None:
         """Rows after which every source has given all its epochs; None if that never happens."""
         return self._layout(row_tokens)[1]
@@ -136,8 +149,7 @@ class Mixture:
             if not weight:
                 shares.append(0.0)
                 continue
-            tokens, documents = source.epoch_size(row_tokens)
-            a_row = (tokens if self._by == "tokens" else documents) / source.row_count(row_tokens)
+            a_row = source.epoch_size(row_tokens)[self._by == "documents"] / source.row_count(row_tokens)
             shares.append(math.exp(math.log(weight) / self._temperature) / a_row)
         total = sum(shares)
         return [share / total for share in shares]
