@@ -62,10 +62,24 @@ def environment(gpu: str | None = None) -> dict[str, Any]:
     }
 
 
-def write(name: str, rows: list[dict[str, Any]], environment: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write ``<folder>/<name>.json`` and print its rows."""
+def merged(new: list[dict[str, Any]], path: Path, environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an earlier call that this one did not measure, if it was the same machine and torch, and the new ones."""
+    if not path.exists():
+        return new
+    old = json.loads(path.read_text())
+    same = all(old["environment"][key] == environment[key] for key in ("torch", "gpu"))
+    names = {line["row"] for line in new}
+    return [line for line in old["rows"] if same and line["row"] not in names] + new
+
+
+def write(
+    name: str, rows: list[dict[str, Any]], environment: dict[str, Any], folder: Path = RESULTS, *, keep: bool = False
+) -> Path:
+    """Write ``<folder>/<name>.json`` and print its rows. keep: of the file that is there, keep the rows that are not
+    among these (`merged`)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
+    rows = merged(rows, path, environment) if keep else rows
     result = {"benchmark": name, "environment": environment, "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     show(rows)

@@ -62,12 +62,57 @@ def read_through(path: Path, buffer: memoryview) -> None:
             pass
 
 
+def staging_and_copies(
+    tensors: list[Any], device: Any, wait: Callable[[], None]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The copy of a save in the background into host memory, and plain copies of the same tensors there."""
+    import torch
+
+    from kforge_ckpt.staging import HostMemory, Staging
+
+    cuda = device.type == "cuda"
+    memory = HostMemory(pinned=cuda)
+    plain = [torch.empty(tensor.numel(), pin_memory=cuda) for tensor in tensors]
+
+    def staged() -> None:
+        copy = Staging(tensors, memory, device)
+        copy.wait()
+        wait()
+        for _ in copy.blocks():
+            pass
+
+    def copied_plainly() -> None:
+        for source, target in zip(tensors, plain, strict=True):
+            target.copy_(source, non_blocking=True)
+        wait()
+
+    return staged, copied_plainly
+
+
+def measure_staging(gib: float, turns: int) -> tuple[list[dict[str, Any]], str | None]:
+    """The copy into host memory alone, for a state as large as that of a large model."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    count = max(1, round(gib * 2**30 / TENSOR_BYTES))
+    tensors = [torch.randn(TENSOR_BYTES // 4, device=device) for _ in range(count)]
+    staged, plainly = staging_and_copies(tensors, device, torch.cuda.synchronize if cuda else lambda: None)
+    pairs = [(seconds(plainly), seconds(staged)) for _ in range(turns + 1)][1:]
+    value, spread = _results.median_and_spread([a / b for a, b in pairs])
+    rate, _ = _results.median_and_spread([count * TENSOR_BYTES / 1e9 / b for _, b in pairs])
+    parts = {"GB/s": rate, "bytes": count * TENSOR_BYTES}
+    label = f"{gib:g} GiB: plain copies / staging"
+    return [_results.row(label, value, "ratio", spread=spread, target=0.8, parts=parts)], (
+        torch.cuda.get_device_name() if cuda else None
+    )
+
+
 def measure(folder: Path, gib: float, turns: int, writer: str) -> tuple[list[dict[str, Any]], str | None]:
     import torch
     import torch.distributed.checkpoint as dcp
 
     from kforge_ckpt import Checkpointer
-    from kforge_ckpt.staging import HostMemory, Staging
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     cuda = torch.cuda.is_available()
@@ -113,20 +158,7 @@ def measure(folder: Path, gib: float, turns: int, writer: str) -> tuple[list[dic
         torch.save(tensors, folder / "torch" / "all.pt")
         sync_tree(folder / "torch")
 
-    memory = HostMemory(pinned=cuda)
-    plain = [torch.empty(TENSOR_BYTES // 4, pin_memory=cuda) for _ in range(count)]
-
-    def staged() -> None:
-        copy = Staging(tensors.values(), memory, device)
-        copy.wait()
-        wait()
-        for _ in copy.blocks():
-            pass
-
-    def copied_plainly() -> None:
-        for source, target in zip(tensors.values(), plain, strict=True):
-            target.copy_(source, non_blocking=True)
-        wait()
+    staged, copied_plainly = staging_and_copies(list(tensors.values()), device, wait)
 
     for turn in range(turns + 1):  # the first warms up: memory is taken, files are there
         wait()
@@ -191,12 +223,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--writer", choices=["thread", "process"], default="thread")
     parser.add_argument("--folder", type=Path, help="where to write checkpoints (default: the temporary folder)")
+    parser.add_argument("--staging", action="store_true", help="time the copy into host memory alone")
     parser.add_argument("--out", type=Path, default=_results.RESULTS)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        rows, gpu = measure(Path(folder), arguments.gib, arguments.turns, arguments.writer)
+    if arguments.staging:
+        rows, gpu = measure_staging(arguments.gib, arguments.turns)
+    else:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            rows, gpu = measure(Path(folder), arguments.gib, arguments.turns, arguments.writer)
     name = "ckpt_cuda" if gpu else "ckpt_cpu"
-    _results.write(name, rows, _results.environment(gpu), arguments.out)
+    _results.write(name, rows, _results.environment(gpu), arguments.out, keep=True)
 
 
 if __name__ == "__main__":

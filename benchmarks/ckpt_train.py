@@ -120,7 +120,9 @@ def main() -> None:
     import torch
 
     gpu = None if options.smoke else torch.cuda.get_device_name()
-    _results.write(f"ckpt_train_{'cpu' if options.smoke else 'cuda'}", rows, _results.environment(gpu), options.out)
+    _results.write(
+        f"ckpt_train_{'cpu' if options.smoke else 'cuda'}", rows, _results.environment(gpu), options.out, keep=True
+    )
 
 
 if __name__ == "__main__":

@@ -205,16 +205,6 @@ def rows_of_base(
     return lines
 
 
-def merged(new: list[dict[str, Any]], path: Path, environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier call that this one did not measure, if it was the same machine and torch, and the new ones."""
-    if not path.exists():
-        return new
-    old = json.loads(path.read_text())
-    same = all(old["environment"][key] == environment[key] for key in ("torch", "gpu"))
-    names = {line["row"] for line in new}
-    return [line for line in old["rows"] if same and line["row"] not in names] + new
-
-
 def show_trace(rows: list[dict[str, Any]]) -> None:
     for line in rows:
         trace = line.get("parts", {}).get("trace")
@@ -266,10 +256,9 @@ def main() -> int:
         rows = measure(names, session, options.once)
     environment = _results.environment(session.gpu)
     name = "h200-smoke" if options.smoke else "h200"
-    rows = merged(rows, options.out / f"{name}.json", environment)
     show_trace(rows)
     show_parts(rows)
-    _results.write(name, rows, environment, options.out)
+    _results.write(name, rows, environment, options.out, keep=True)
     if session.failed:
         print("failed: " + ", ".join(session.failed))
     return 1 if session.failed else 0

@@ -187,7 +187,9 @@ def main() -> None:
         parser.error(f"no row is called {unknown[0]}; there are {'; '.join(known)}")
     rows = measure(arguments.device, arguments.turns, chosen)
     gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
-    _results.write(f"optim_{arguments.device}", rows, _results.environment(gpu), arguments.out)
+    _results.write(
+        f"optim_{arguments.device}", rows, _results.environment(gpu), arguments.out, keep=bool(arguments.rows)
+    )
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def test_a_module_in_fp8_equals_the_cpu_waits_for_nothing_and_is_one_graph(mode)
     def run(module, device, call=None):
         own = x.to(device, copy=True).requires_grad_()
         module.weight.grad = None
-        y = (call or module)(own)
+        y = (module if call is None else call)(own)  # what is compiled has no length
         y.backward(g.to(device))
         return [t.detach().float().cpu() for t in (y, own.grad, module.weight.grad)]
 
@@ -224,14 +224,22 @@ def test_a_module_in_fp8_equals_the_cpu_waits_for_nothing_and_is_one_graph(mode)
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"compile": True, "recompute": "full"}], ids=str)
 @pytest.mark.parametrize("mode", ["tensorwise", "rowwise"])
 def test_a_model_in_fp8_is_near_the_one_in_bf16(mesh, mode, options):
+    def gentle(model):
+        """Weights small enough that an error of one layer does not grow in the next."""
+        fill(model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("linear.weight"):
+                    parameter.mul_(0.1)
+
     def loss_and_gradients(**more):
-        model = kp.parallelize(lambda: Toy(dim=32), mesh, init=fill, precision="bf16", gradients="sum", **more)
+        model = kp.parallelize(lambda: Toy(dim=32), mesh, init=gentle, precision="bf16", gradients="sum", **more)
         loss = model(IDS.cuda()).float().logsumexp(-1).sum()
         loss.backward()
         return loss.item(), {name: p.grad.to_local().cpu() for name, p in model.named_parameters()}
 
     loss, gradients = loss_and_gradients()
     got_loss, got = loss_and_gradients(fp8=mode, **options)
-    assert got_loss == pytest.approx(loss, rel=0.05)
-    name = "layers.0.linear.weight"
-    assert 1e-4 < (got[name] - gradients[name]).norm() / gradients[name].norm() < 0.5
+    assert got_loss == pytest.approx(loss, rel=0.01)
+    for name in ("layers.0.linear.weight", "embed.weight"):
+        assert 1e-3 < (got[name] - gradients[name]).norm() / gradients[name].norm() < 0.15, name

@@ -26,6 +26,7 @@ from kforge_parallel.context import spread_attention
 from kforge_parallel.expert import find_mixtures, spread_experts
 from kforge_parallel.fp8 import check_device, described, multiply_in_fp8
 from kforge_parallel.fp8_gather import gather_in_fp8
+from kforge_parallel.fp8_kept import keep_in_fp8
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.offload import offload_blocks
@@ -34,6 +35,7 @@ from kforge_parallel.plan import Resolved, resolve_plan
 from kforge_parallel.precision import precision_of
 from kforge_parallel.replicas import check_replicas
 from kforge_parallel.stages import SCHEDULES
+from kforge_parallel.sums import sum_gradients
 from kforge_parallel.tensor import apply_plan
 
 _log = logging.getLogger("kforge_parallel")
@@ -140,8 +142,8 @@ def parallelize(
         take_own(model)
         find_twins(model)
     if not wrapped:  # FSDP2 gives gradients in the dtype of the weights; alone, they can be fp32 to the optimizer
-        for parameter in model.parameters():
-            parameter.grad_dtype = precision.reduce
+        sum_gradients(model, precision.reduce)
+        keep_in_fp8(model)
         if cast_inputs:
             model.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
     # What is offloaded is copied before it is gathered, and some schedules of pipelines gather before any forward could

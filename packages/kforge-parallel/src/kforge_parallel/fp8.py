@@ -159,12 +159,15 @@ _VIEWS = {
 
 
 class Tensorwise(torch.autograd.Function):
-    """x [..., K], weight [..., K] of N rows in all -> y [..., N], all three products in FP8."""
+    """x [..., K], weight [..., K] of N rows in all -> y [..., N], all three products in FP8. bits, unit: those of the
+    weight, where they are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bits: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
         x8, x_unit = quantize(x.flatten(0, -2), E4M3)
-        if isinstance(weight, Fp8Weight):
+        if bits is not None and unit is not None:
+            w8, w_unit = bits, unit
+        elif isinstance(weight, Fp8Weight):
             w8, w_unit = weight.bits, weight.unit
         else:
             w8, w_unit = quantize(weight, E4M3)
@@ -174,7 +177,7 @@ class Tensorwise(torch.autograd.Function):
         return product(x8, x_unit, w8.t(), w_unit, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_unit, w8, w_unit = ctx.saved_tensors
         g8, g_unit = quantize(gradients[0].flatten(0, -2), E5M2)
         dx = dw = None
@@ -182,7 +185,7 @@ class Tensorwise(torch.autograd.Function):
             dx = product(g8, g_unit, w8, w_unit, ctx.dtypes[0]).view(ctx.shapes[0])
         if ctx.needs_input_grad[1]:
             dw = product(g8.t(), g_unit, x8, x_unit, ctx.dtypes[1]).view(ctx.shapes[1])
-        return dx, dw
+        return dx, dw, None, None
 
 
 class Rowwise(torch.autograd.Function):
@@ -265,7 +268,8 @@ def _reason(name: str, weight: Tensor, skip: tuple[str, ...], word: str, tp: int
 
 def _forward(module: Any, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
-    y: Tensor = PRODUCTS[module.fp8].apply(x, weight)  # type: ignore[no-untyped-call]
+    kept = (module.fp8_bits, module.fp8_unit) if hasattr(module, "fp8_bits") else ()
+    y: Tensor = PRODUCTS[module.fp8].apply(x, weight, *kept)  # type: ignore[no-untyped-call]
     if bias is not None:
         y = y + bias.flatten().to(y.dtype)
     return y.unflatten(-1, weight.shape[:-1]) if weight.ndim > 2 else y

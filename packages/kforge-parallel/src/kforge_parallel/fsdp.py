@@ -174,8 +174,8 @@ def set_last_microbatch(model: nn.Module, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
-        if "fp8_weights" in vars(model):
-            vars(model)["fp8_weights"].last = last
+    if "fp8_weights" in vars(model):
+        vars(model)["fp8_weights"].last = last
 
 
 @torch.no_grad()
