@@ -1,10 +1,12 @@
 """Every kind of source is reached from a job, and what is read from it is what it holds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from jobs import job, train, values
+from jobs import VOCAB, job, train, values
 
-from kforge_data import TokenShards, write_megatron
+from kforge_data import ShardWriter, TokenShards, write_megatron
 from kforge_testing import run_ranks
 from kforge_train import ConfigError, JobConfig
 from kforge_train.build import check
@@ -56,6 +58,26 @@ def test_every_kind_of_source_trains_alike(copies, losses, kind):
 
 def test_documents_of_a_file_without_their_end_are_one(copies, losses):
     assert losses(**copies["npy"]) != losses(**{**copies["npy"], "data__eos_id": None})
+
+
+def test_a_document_that_is_there_twice_is_scored_once(tmp_path):
+    with ShardWriter(tmp_path / "twice", vocab_size=VOCAB, eos_id=0) as writer:
+        for number in (1, 2, 1, 3, 1, 2):
+            writer.add([*range(number, number + 9), 0])
+    steps = {
+        "data__row_tokens": 10,
+        "data__global_rows": 6,
+        "train__steps": 1,
+        "optim__warmup_steps": 0,
+        "data__heldout": "",
+    }
+    scored = {}
+    for masked in (False, True):
+        folder = tmp_path / str(masked)
+        config = job(tmp_path, folder, data__train=str(tmp_path / "twice"), data__mask_duplicates=masked, **steps)
+        assert run_ranks(train, 1, replace(config, data=replace(config.data, cache=str(folder)))) == [0]
+        scored[masked] = values(folder, "scored_tokens")
+    assert scored == {False: {1: 6 * 9}, True: {1: 3 * 9}}
 
 
 def test_a_changed_mixture_is_refused_or_accepted(tokens, tmp_path):

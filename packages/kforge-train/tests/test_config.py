@@ -58,6 +58,9 @@ OTHER: dict[str, Any] = {
     "data.mixture_by": "documents",
     "data.phases": [{"step": 5, "weights": {"web": 2.0}}],
     "data.packing": "best_fit",
+    "data.mask_repetition": 32,
+    "data.answer_start": [5],
+    "data.answer_end": [6],
     "data.worker_kind": "spawn",
     "data.eos_id": 3,
     "data.batch_phases": [{"steps": 7, "rows": 8}],
@@ -125,7 +128,11 @@ WITH: dict[str, dict[str, Any]] = {
     "parallel.pp_stages": {"parallel.pp_schedule": "interleaved_1f1b"},
 }
 # What can only change together with others.
-TOGETHER: dict[str, dict[str, Any]] = {"model.attention": LATENT}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "model.attention": LATENT,
+    "data.answer_start": {"data.answer_end": [6]},
+    "data.answer_end": {"data.answer_start": [5]},
+}
 
 
 def other(leaf: Leaf) -> Any:

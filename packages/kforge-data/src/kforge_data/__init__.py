@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from kforge_data.loader import Loader as Loader
     from kforge_data.loader import evaluation_batches as evaluation_batches
     from kforge_data.loader import evaluation_rows as evaluation_rows
+    from kforge_data.masks import AnswersOnly as AnswersOnly
+    from kforge_data.masks import MaskRepetition as MaskRepetition
+    from kforge_data.masks import mask_documents as mask_documents
     from kforge_data.megatron import MegatronTokens as MegatronTokens
     from kforge_data.megatron import write_megatron as write_megatron
     from kforge_data.mixture import Mixture as Mixture
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from kforge_data.ngram import NgramBaseline as NgramBaseline
     from kforge_data.ngram import ngram_baseline as ngram_baseline
     from kforge_data.opening import open_tokens as open_tokens
+    from kforge_data.opening import row_transforms as row_transforms
     from kforge_data.opening import training_source as training_source
     from kforge_data.opening import training_streams as training_streams
     from kforge_data.order import Permutation as Permutation
@@ -58,11 +62,13 @@ if TYPE_CHECKING:
 
 # Public name -> the module it lives in. Nothing is imported until it is asked for.
 _HOME = {
+    "AnswersOnly": "masks",
     "Batch": "batch",
     "CorpusReport": "corpus",
     "DataConfig": "config",
     "KneserNeyBigram": "ngram",
     "Loader": "loader",
+    "MaskRepetition": "masks",
     "MeasuredSource": "sources",
     "MegatronTokens": "megatron",
     "Mixture": "mixture",
@@ -85,10 +91,12 @@ _HOME = {
     "epoch_order": "order",
     "evaluation_batches": "loader",
     "evaluation_rows": "loader",
+    "mask_documents": "masks",
     "ngram_baseline": "ngram",
     "open_tokens": "opening",
     "pack_rows": "packing",
     "read_documents": "documents",
+    "row_transforms": "opening",
     "stdlib_documents": "corpus",
     "token_stats": "stats",
     "tokenize_files": "tokenize",

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kforge_data.masks import apply
 from kforge_data.packing import pack_rows
 from kforge_data.sources import RowBlock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+    from kforge_data.masks import Transform
     from kforge_data.sources import Source
 
 Batch = dict[str, Any]
@@ -42,11 +46,13 @@ def make_batch(
     isolate_documents: bool,
     cu_length: int | None,
     pin: bool = False,
+    transforms: Sequence[Transform] = (),
 ) -> Batch:
-    """Read and pack rows [B] into a batch on the host; ids of -1, which must come last, give rows of padding."""
+    """Read and pack rows [B] into a batch on the host; ids of -1, which must come last, give rows of padding.
+    ``transforms`` change the raw rows in between."""
     real = row_ids[row_ids != PADDING_ROW]
     if real.size:
-        block = source.read_rows(real, row_tokens).padded(len(row_ids))
+        block = apply(transforms, source.read_rows(real, row_tokens)).padded(len(row_ids))
     else:
         none = np.empty(0, np.int64)
         empty = np.zeros((0, row_tokens + 1), np.uint16)

@@ -151,11 +151,13 @@ class PackedDocuments:
         goes_on = self._goes_on(plan, picked, starts, lengths, row_tokens)
         lengths = lengths + goes_on
         tokens = np.zeros((len(row_ids), row_tokens + 1), self.stream.dtype)
-        self.stream.copy_pieces(starts, lengths, tokens.reshape(-1), at_rows * (row_tokens + 1) + columns)
+        at = at_rows * (row_tokens + 1) + columns
+        self.stream.copy_pieces(starts, lengths, tokens.reshape(-1), at)
+        masked = self.stream.masked_pieces(starts, lengths, at, tokens.shape)
         valid = filled.copy()
         np.add.at(valid, at_rows, goes_on)
         inner = columns > 0
-        return RowBlock(tokens, valid, at_rows[inner], columns[inner], np.zeros(len(row_ids), np.int16))
+        return RowBlock(tokens, valid, at_rows[inner], columns[inner], np.zeros(len(row_ids), np.int16), masked)
 
     def _goes_on(
         self, plan: Plan, picked: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], width: int

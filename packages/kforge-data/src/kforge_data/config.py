@@ -62,6 +62,20 @@ class DataConfig:
     isolate_documents: bool = True
     """Positions restart and attention stops at document boundaries. False: a row is one text to attention. A label
     never crosses a boundary either way."""
+    mask_short: int = 0
+    """Documents of fewer tokens than this are read and not scored. 0: none is too short."""
+    mask_duplicates: bool = False
+    """Documents that equal an earlier one of the same source, by a hash of their tokens, are read and not scored."""
+    mask_repetition: int = 0
+    """Tokens that say so many times or more in a row what was just said are read and not scored, the first time
+    excepted. 32 finds what no text has. 0: repetition is scored."""
+    repetition_period: int = 13
+    """The longest stretch, in tokens, that mask_repetition looks for."""
+    answer_start: tuple[int, ...] = ()
+    """Ids of the tokens that begin an answer, as those of "<|assistant|>": only answers are scored, in training and in
+    evaluation. Empty: all text is."""
+    answer_end: tuple[int, ...] = ()
+    """Ids of the tokens that end an answer; they are scored. Empty: there are none."""
     accept_changed_data: bool = False
     """Go on from a checkpoint whose sources, weights, seed or rows were others, from the same position; what has been
     read of the changed sources may come again. False: such a resume is refused with what differs."""
@@ -79,6 +93,17 @@ class DataConfig:
         if self.workers < 0:
             raise ValueError(f"data.workers = {self.workers} must be 0 (no read-ahead) or more")
         read_batch_phases(self.batch_phases, self.row_tokens)
+        if self.mask_short < 0:
+            raise ValueError(f"data.mask_short = {self.mask_short} must be 0 (none is too short) or more")
+        if self.mask_repetition < 0 or self.mask_repetition == 1:
+            raise ValueError(f"data.mask_repetition = {self.mask_repetition} must be 0 (off), or 2 or more")
+        if self.repetition_period < 1:
+            raise ValueError(f"data.repetition_period = {self.repetition_period} must be at least 1 token")
+        if bool(self.answer_start) != bool(self.answer_end):
+            raise ValueError("data.answer_start and data.answer_end belong together; give both, or neither")
+        for name in ("answer_start", "answer_end"):
+            if any(token < 0 for token in getattr(self, name)):
+                raise ValueError(f"data.{name} = {list(getattr(self, name))} must be ids, from 0")
         for name, choices in (
             ("packing", PACKINGS),
             ("worker_kind", ("thread", "fork", "spawn")),

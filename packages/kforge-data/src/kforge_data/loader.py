@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kforge_data.masks import Transform
     from kforge_data.sources import Source
 
 _STATE_VERSION = 1
@@ -49,6 +50,7 @@ class Loader:
         shuffle: a new pseudo-random order for every epoch; False: rows as they lie.
         isolate_documents: positions restart and boundaries are given per document; False: a row is one text.
             Labels never cross a document either way.
+        transforms: what is done to raw rows before they become a batch, as `MaskRepetition` and `AnswersOnly`.
         workers: how many read ahead; 0 reads when asked. The order does not depend on it.
         worker_kind: what reads ahead: each a "thread" of this process, or a process of its own, by "fork" or "spawn".
         device: where tensors go. For CUDA they are pinned on the host, and copied on a stream of their own as soon as
@@ -74,6 +76,7 @@ class Loader:
         batch_phases: Sequence[tuple[int, int]] = (),
         shuffle: bool = True,
         isolate_documents: bool = True,
+        transforms: Sequence[Transform] = (),
         workers: int = 1,
         worker_kind: str = "thread",
         device: str | torch.device = "cpu",
@@ -106,7 +109,7 @@ class Loader:
         self._position = 0
         # Steps are counted from here: the start of the run, or the resume that changed the size of steps.
         self._base_step, self._base_position = 0, 0
-        self._reader = RowReader(source, row_tokens, isolate_documents, self._cu_lengths)
+        self._reader = RowReader(source, row_tokens, isolate_documents, self._cu_lengths, transforms)
         self._from_processes: Iterator[Batch] | None = None
         threads = workers if worker_kind == "thread" else min(workers, 1)  # one takes what processes give, in order
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kforge-data") if threads else None
@@ -288,7 +291,8 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state. world, microbatch_rows, workers, device and isolate_documents may differ.
+        """Go on from a saved state. world, microbatch_rows, workers, device, isolate_documents and transforms may
+        differ.
 
         So may global_rows, batch_phases and epochs: the rows that follow are the same, cut into other steps, of which
         each has the size that its number says. Another source, seed, row_tokens or shuffle is another sequence, in
@@ -353,6 +357,7 @@ def evaluation_batches(
     world: int = 1,
     max_rows: int = 0,
     isolate_documents: bool = True,
+    transforms: Sequence[Transform] = (),
     device: str | torch.device = "cpu",
 ) -> Iterator[Batch]:
     """One pass over `evaluation_rows`, in order, each row on exactly one rank.
@@ -366,7 +371,15 @@ def evaluation_batches(
         raise ValueError(f"rank = {rank} is not one of {world} processes, counted from 0")
     rows = evaluation_rows(source, row_tokens=row_tokens, max_rows=max_rows)
     return _evaluation_batches(
-        source, rows, row_tokens, microbatch_rows, rank, world, isolate_documents, torch.device(device)
+        source,
+        rows,
+        row_tokens,
+        microbatch_rows,
+        rank,
+        world,
+        isolate_documents,
+        tuple(transforms),
+        torch.device(device),
     )
 
 
@@ -378,6 +391,7 @@ def _evaluation_batches(
     rank: int,
     world: int,
     isolate_documents: bool,
+    transforms: Sequence[Transform],
     device: torch.device,
 ) -> Iterator[Batch]:
     cu_length = (
@@ -394,6 +408,7 @@ def _evaluation_batches(
             isolate_documents=isolate_documents,
             cu_length=cu_length,
             pin=device.type == "cuda",
+            transforms=transforms,
         )
         yield to_device(batch, device)
 

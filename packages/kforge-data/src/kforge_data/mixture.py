@@ -250,6 +250,12 @@ class Mixture:
             here = np.flatnonzero(source == k)
             block = self._sources[k].read_rows(row_ids[here] - (k << _ROW_BITS), row_tokens)
             blocks.append((here, block))
+        masked = None
+        if any(block.masked is not None for _, block in blocks):
+            masked = np.zeros((len(row_ids), row_tokens + 1), np.bool_)
+            for here, block in blocks:
+                if block.masked is not None:
+                    masked[here] = block.masked
         kind = np.result_type(*(block.tokens.dtype for _, block in blocks)) if blocks else np.dtype(np.uint16)
         tokens = np.empty((len(row_ids), row_tokens + 1), kind)
         valid = np.empty(len(row_ids), np.int64)
@@ -260,7 +266,7 @@ class Mixture:
             columns.append(block.start_columns)
         start_rows, start_columns = np.concatenate(rows), np.concatenate(columns)
         order = np.lexsort((start_columns, start_rows))
-        return RowBlock(tokens, valid, start_rows[order], start_columns[order], source.astype(np.int16))
+        return RowBlock(tokens, valid, start_rows[order], start_columns[order], source.astype(np.int16), masked)
 
     def max_documents(self, row_tokens: int) -> int:
         """The most documents in any one row of any source."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kforge_data.best_fit import PackedDocuments
+from kforge_data.masks import AnswersOnly, MaskRepetition, mask_documents
 from kforge_data.megatron import MegatronTokens
 from kforge_data.mixture import Mixture
 from kforge_data.raw import TokenFiles
@@ -13,6 +14,7 @@ from kforge_data.shards import INDEX, TokenShards
 
 if TYPE_CHECKING:
     from kforge_data.config import DataConfig
+    from kforge_data.masks import Transform
     from kforge_data.sources import MeasuredSource
     from kforge_data.streams import TokenStream
 
@@ -54,6 +56,10 @@ def training_streams(config: DataConfig) -> dict[str, TokenStream]:
 def training_source(config: DataConfig, streams: dict[str, TokenStream] | None = None) -> MeasuredSource:
     """The source that a config trains on, packed and mixed as it says."""
     streams = training_streams(config) if streams is None else streams
+    streams = {
+        name: mask_documents(stream, config.mask_short, config.mask_duplicates, config.cache or None)
+        for name, stream in streams.items()
+    }
     packed: dict[str, MeasuredSource] = {
         name: stream
         if config.packing == "cut"
@@ -73,3 +79,13 @@ def training_source(config: DataConfig, streams: dict[str, TokenStream] | None =
         max_epochs={str(table["name"]): table["max_epochs"] for table in config.mixture if "max_epochs" in table},
         phases=[(size.before(table["step"]), table["weights"]) for table in config.phases],
     )
+
+
+def row_transforms(config: DataConfig, *, training: bool = True) -> list[Transform]:
+    """What a config does to raw rows: masks of prompts, and in training those of repetition."""
+    transforms: list[Transform] = []
+    if training and config.mask_repetition:
+        transforms.append(MaskRepetition(config.mask_repetition, config.repetition_period))
+    if config.answer_start:
+        transforms.append(AnswersOnly(tuple(config.answer_start), tuple(config.answer_end)))
+    return transforms

@@ -40,10 +40,12 @@ class PackedRows:
 
 
 def row_labels(block: RowBlock) -> NDArray[np.int64]:
-    """Labels [R, S] of a block: the next token, -100 across document boundaries and on padding."""
+    """Labels [R, S] of a block: the next token, -100 across document boundaries, on padding and where masked."""
     width = block.tokens.shape[1]
     labels = block.tokens[:, 1:].astype(np.int64)
     labels[block.start_rows, block.start_columns - 1] = IGNORE
+    if block.masked is not None:
+        labels[block.masked[:, 1:]] = IGNORE
     for row in np.flatnonzero(block.valid < width).tolist():
         labels[row, max(int(block.valid[row]) - 1, 0) :] = IGNORE
     return labels

@@ -28,6 +28,8 @@ class RowBlock:
     """[K]: its column, 1 to S, ascending within a row. A start at column S only cuts the last label."""
     source_ids: NDArray[np.int16]
     """[R]: which source of a mixture the row comes from; 0 where there is one."""
+    masked: NDArray[np.bool_] | None = None
+    """[R, S+1]: tokens that are read and not scored, see `kforge_data.masks`. None: all are scored."""
 
     def padded(self, rows: int) -> RowBlock:
         """The same block with empty rows appended until it has `rows` of them."""
@@ -40,6 +42,7 @@ class RowBlock:
             start_rows=self.start_rows,
             start_columns=self.start_columns,
             source_ids=np.concatenate([self.source_ids, np.zeros(missing, np.int16)]),
+            masked=None if self.masked is None else np.pad(self.masked, ((0, missing), (0, 0))),
         )
 
 

@@ -144,6 +144,13 @@ class TokenStream:
         ):
             out[to:end] = bins[shard][lo:hi]
 
+    def masked_pieces(
+        self, starts: NDArray[np.int64], lengths: NDArray[np.int64], at: NDArray[np.int64], shape: tuple[int, ...]
+    ) -> NDArray[np.bool_] | None:
+        """Which tokens are not scored, as [R, S+1] of ``shape``, where stream[starts[i] : starts[i] + lengths[i]] lies
+        at at[i] of R*(S+1); None: all are scored. See `mask_documents`."""
+        return None
+
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(shard, from, to) of the parts of [start, stop), positions inside the shard."""
         pieces = []
@@ -209,7 +216,9 @@ class TokenStream:
         if len(start_rows) > 1:
             order = np.lexsort((at_columns, at_rows))
             at_rows, at_columns = at_rows[order], at_columns[order]
-        return RowBlock(tokens, valid, at_rows, at_columns, np.zeros(len(row_ids), np.int16))
+        at = np.arange(len(row_ids)) * (row_tokens + 1)
+        masked = self.masked_pieces(starts, valid, at, tokens.shape)
+        return RowBlock(tokens, valid, at_rows, at_columns, np.zeros(len(row_ids), np.int16), masked)
 
     def max_documents(self, row_tokens: int) -> int:
         """The most documents that any one row holds, parts and padding counted. One pass over the offsets, kept."""

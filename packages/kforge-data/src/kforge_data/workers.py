@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kforge_data.masks import Transform
     from kforge_data.sources import Source
 
 WORKER_KINDS = ("thread", "fork", "spawn")
@@ -23,9 +24,14 @@ class RowReader(Dataset[Batch]):
     """Row ids [B] -> their batch on the host: all that a worker has of the loader, and nothing that changes."""
 
     def __init__(
-        self, source: Source, row_tokens: int, isolate_documents: bool, cu_lengths: dict[int, int | None]
+        self,
+        source: Source,
+        row_tokens: int,
+        isolate_documents: bool,
+        cu_lengths: dict[int, int | None],
+        transforms: Sequence[Transform] = (),
     ) -> None:
-        self._source, self._row_tokens = source, row_tokens
+        self._source, self._row_tokens, self._transforms = source, row_tokens, tuple(transforms)
         self._isolate_documents, self._cu_lengths = isolate_documents, cu_lengths
 
     def read(self, row_ids: NDArray[np.int64], pin: bool = False) -> Batch:
@@ -37,6 +43,7 @@ class RowReader(Dataset[Batch]):
             isolate_documents=self._isolate_documents,
             cu_length=self._cu_lengths[len(row_ids)],
             pin=pin,
+            transforms=self._transforms,
         )
 
     def __getitem__(self, row_ids: NDArray[np.int64]) -> Batch:

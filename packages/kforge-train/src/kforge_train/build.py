@@ -28,6 +28,7 @@ from kforge_data import (
     TokenStream,
     open_tokens,
     pack_rows,
+    row_transforms,
     training_streams,
 )
 from kforge_data import training_source as open_training
@@ -120,6 +121,9 @@ def check(config: JobConfig, world_size: int) -> None:
                 f"{place} = {source.name} was made with a vocabulary of {source.vocab_size} tokens, more than "
                 f"model.vocab_size = {config.model.vocab_size}; raise --model.vocab_size"
             )
+    for name in ("answer_start", "answer_end"):
+        if any(token >= config.model.vocab_size for token in getattr(data, name)):
+            raise ConfigError(f"data.{name} = {list(getattr(data, name))} has ids past model.vocab_size")
     if any("max_epochs" in table for table in data.mixture):
         mixture = open_training(data, streams)
         limit = mixture.position_limit(data.row_tokens) if isinstance(mixture, Mixture) else None
@@ -274,6 +278,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             seed=data.seed,
             shuffle=data.shuffle,
             isolate_documents=data.isolate_documents,
+            transforms=row_transforms(data),
             workers=data.workers,
             worker_kind=data.worker_kind,
             accept_changed_data=data.accept_changed_data,

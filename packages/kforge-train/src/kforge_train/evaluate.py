@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kforge_data import TokenStream, evaluation_batches
+from kforge_data import TokenStream, evaluation_batches, row_transforms
 from kforge_parallel import Mesh, find_world, launch, shard_rows, shutdown
 from kforge_train.build import open_heldout
 from kforge_train.config import JobConfig
@@ -50,6 +50,7 @@ def evaluate(
             world=mesh.data_size,
             max_rows=max_rows,
             isolate_documents=data.isolate_documents,
+            transforms=row_transforms(data, training=False),
             device=mesh.device,
         )
     )
@@ -66,7 +67,10 @@ def evaluate(
         dist.all_reduce(total)
     nats, tokens = total.tolist()
     if not tokens:
-        raise ValueError("the held-out text has no token to score: every document is shorter than two tokens")
+        raise ValueError(
+            "the held-out text has no token to score: every document is shorter than two tokens, "
+            "or has none of the answers that data.answer_start asks for"
+        )
     loss = nats / tokens
     values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "tokens": tokens}
     if source.text_bytes:
