@@ -1,7 +1,5 @@
 """Every kind of source is reached from a job, and what is read from it is what it holds."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from jobs import VOCAB, job, train, values
@@ -61,23 +59,28 @@ def test_documents_of_a_file_without_their_end_are_one(copies, losses):
 
 
 def test_a_document_that_is_there_twice_is_scored_once(tmp_path):
-    with ShardWriter(tmp_path / "twice", vocab_size=VOCAB, eos_id=0) as writer:
-        for number in (1, 2, 1, 3, 1, 2):
-            writer.add([*range(number, number + 9), 0])
-    steps = {
-        "data__row_tokens": 10,
-        "data__global_rows": 6,
-        "train__steps": 1,
-        "optim__warmup_steps": 0,
-        "data__heldout": "",
-    }
-    scored = {}
-    for masked in (False, True):
-        folder = tmp_path / str(masked)
-        config = job(tmp_path, folder, data__train=str(tmp_path / "twice"), data__mask_duplicates=masked, **steps)
-        assert run_ranks(train, 1, replace(config, data=replace(config.data, cache=str(folder)))) == [0]
-        scored[masked] = values(folder, "scored_tokens")
-    assert scored == {False: {1: 6 * 9}, True: {1: 3 * 9}}
+    """With copies masked, the loss is that of a set that has none."""
+    losses = {}
+    for name, numbers, masked in (("copies", "121312", False), ("masked", "121312", True), ("once", "123", False)):
+        with ShardWriter(tmp_path / name, vocab_size=VOCAB, eos_id=0) as writer:
+            for number in map(int, numbers):
+                writer.add([*range(number, 9 * number, number), 0])
+        config = job(
+            tmp_path,
+            tmp_path / f"{name}-run",
+            data__train=str(tmp_path / name),
+            data__mask_duplicates=masked,
+            data__cache=str(tmp_path / "cache"),
+            data__row_tokens=9,
+            data__global_rows=len(numbers),
+            data__heldout="",
+            train__steps=1,
+            optim__warmup_steps=0,
+        )
+        assert run_ranks(train, 1, config) == [0]
+        losses[name] = values(tmp_path / f"{name}-run", "loss")[1]
+    assert losses["masked"] == pytest.approx(losses["once"], rel=1e-12)
+    assert losses["masked"] != pytest.approx(losses["copies"], rel=1e-6)
 
 
 def test_a_changed_mixture_is_refused_or_accepted(tokens, tmp_path):
