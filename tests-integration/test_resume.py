@@ -115,6 +115,34 @@ def test_a_batch_that_grows(tokens, tmp_path):
     assert values(tmp_path / "whole", "lr") == values(tmp_path / "rate", "lr")
 
 
+LENGTHS = [{"step": 3, "row_tokens": 48, "weights": {"b": 3}}, {"step": 6, "row_tokens": 16}]
+
+
+def test_rows_that_change_their_length(tokens, tmp_path):
+    """With rows of other lengths and other weights from a step on, and documents kept whole: layouts, stages among
+    them, and resumes inside of phases and where one begins change no row and no loss; tokens are counted."""
+    names = {"a": "train", "b": "heldout"}
+    mixture = [{"name": name, "path": str(tokens / folder)} for name, folder in names.items()]
+    common = {"train__steps": 9, "ckpt__every_steps": 1, "model__vocab_size": 64, "data__train": ""}
+    common |= {"data__mixture": mixture, "data__phases": LENGTHS, "data__packing": "best_fit"}
+    common |= {"data__cache": str(tmp_path / "cache"), "data__microbatch_rows": 2}
+    ((_, rows),) = run_ranks(train_noting_rows, 1, job(tokens, tmp_path / "whole", **common), None, init=False)
+    seen = []
+    for world, die_at, layout in ((2, 4, {}), (2, 6, {"pp": 2}), (4, None, {"tp": 2})):
+        axes = {f"parallel__{axis}": size for axis, size in layout.items()}
+        ranks = run_ranks(
+            train_noting_rows, world, job(tokens, tmp_path / "moved", **common, **axes), die_at, init=False
+        )
+        readers = {"pp": [0], "tp": [0, 2]}.get(next(iter(layout), ""), range(world))
+        seen += [row for rank in readers for row in ranks[rank][1]]
+    assert sorted(seen) == sorted(rows) and len(rows) == 9 * 8
+    expected, got = values(tmp_path / "whole", "loss"), values(tmp_path / "moved", "loss")
+    assert got == pytest.approx(expected, rel=1e-11) and list(got) == list(range(1, 10))
+    steps = [8 * 32] * 3 + [8 * 48] * 3 + [8 * 16] * 3
+    for run in ("whole", "moved"):
+        assert list(values(tmp_path / run, "tokens_total").values()) == [sum(steps[: k + 1]) for k in range(9)]
+
+
 def evaluated(rank, world, run_dir):
     from kforge_train.evaluate import evaluate_run
 

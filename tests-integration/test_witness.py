@@ -81,6 +81,7 @@ CHANGES = {
     "optim.decay_steps": 1,
     "optim.min_lr_ratio": 0.5,
     "optim.groups": '[{"name": "slow", "match": "^layers", "lr_scale": 0.1}]',
+    "optim.lr_scales": '[{"step": 1, "scale": 0.5}]',
     "optim.momentum_phases": '[{"from": 0.5}]',
     "optim.weight_decay_phases": '[{"from": 0.5}]',
     "optim.clip_norm": 0.01,

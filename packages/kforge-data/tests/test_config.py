@@ -31,6 +31,14 @@ A = {"name": "a", "path": "shards"}
         ({"mixture": ({**A, "weight": -1},)}, r"data.mixture\[0\].weight = -1"),
         ({"mixture": (A, A)}, "names a source twice, of a, a"),
         ({"phases": ({"step": 2, "weights": {}},)}, "no data.mixture"),
+        ({"phases": ({"step": 2},)}, r"data.phases\[0\] changes nothing; give it weights, row_tokens"),
+        ({"phases": ({"step": 2, "row_tokens": 0},)}, r"data.phases\[0\].row_tokens = 0"),
+        ({"phases": ({"step": 2, "lr": 1},)}, "has no key 'lr'; it has step, weights, row_tokens"),
+        ({"mixture": (A,), "phases": ({"step": 2, "weights": {"a": 0}},)}, "from here on all weights are 0"),
+        (
+            {"phases": ({"step": 2, "row_tokens": 8},), "batch_phases": ({"rows": 2, "tokens": 9},)},
+            "give steps in place of tokens",
+        ),
         ({"mixture": (A,), "phases": ({"step": 2, "weights": {"b": 1}},)}, r"phases\[0\] names b; the sources are a"),
         ({"mixture": (A,), "phases": ({"step": 0, "weights": {}},)}, "must be a step of at least 1"),
         ({"mixture": (A,), "phases": ({"step": 2, "weights": 3},)}, "must be a table"),
@@ -50,9 +58,10 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
 
 SOURCE = {
     *("train", "heldout", "tokenizer", "mixture", "mixture_by", "mixture_temperature", "phases"),
-    *("dtype", "eos_id", "packing", "cache"),
+    *("dtype", "eos_id", "packing", "cache", "mask_short", "mask_duplicates"),
+    *("mask_repetition", "repetition_period", "answer_start", "answer_end"),
 }
-"""Fields that say what the source is."""
+"""Fields that say what the source is, and what is done to its rows."""
 
 
 def test_defaults_and_names_are_those_of_the_loader() -> None:

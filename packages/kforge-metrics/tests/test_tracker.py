@@ -146,6 +146,17 @@ def test_pause_before_the_first_step_and_flush_inside_a_pause() -> None:
     assert sink.steps()[0]["first_step_s"] == 1.0
 
 
+def test_flops_that_change_on_the_way() -> None:
+    """An interval counts those of its last step, numbered from 0."""
+    tracker, sink, clock = make(
+        every_steps=2, flops_per_token=lambda step: 1.0 + (step >= 4), flops_per_token_palm=4.0, peak_flops=1.0
+    )
+    run(tracker, clock, 1, 6)
+    per_s = sink.column("tokens_per_s")
+    assert sink.column("mfu") == pytest.approx([per_s[0], per_s[1], 2 * per_s[2]])
+    assert sink.column("mfu_palm") == pytest.approx([4 * value for value in per_s])
+
+
 def test_two_log_points_in_the_same_instant() -> None:
     tracker, sink, clock = make(every_steps=1, flops_per_token=1.0, peak_flops=1.0)
     run(tracker, clock, 1, 1)

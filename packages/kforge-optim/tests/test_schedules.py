@@ -350,6 +350,26 @@ def test_momentum_and_weight_decay_move_in_phases() -> None:
     assert [rates["matrices"].lr for rates in seen] == [0.1] * 12
 
 
+def test_a_rate_that_is_scaled_from_a_step_on() -> None:
+    """Under any schedule, also that of a group, and seen in the curves."""
+    scales = ({"step": 3, "scale": 0.5}, {"step": 6, "scale": 2.0})
+    factors = [1.0] * 3 + [0.5] * 3 + [2.0] * 4
+    for name in ("cosine", "wsd", "constant"):
+        plain = OptimConfig(lr=0.1, schedule=name, warmup_steps=2)
+        scaled = replace(plain, lr_scales=scales)
+        before, after = build_schedule(plain, 10), build_schedule(scaled, 10)
+        assert [after(step) for step in range(10)] == [factor * before(step) for step, factor in enumerate(factors)]
+        (curve,) = curves(scaled, 10)["learning rate"].values()
+        assert curve(4) == 0.1 * after(4)
+    rule = GroupRule(name="last", match="^1", schedule="constant")
+    optimizer = build_optimizer(
+        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), replace(scaled, groups=(rule,), warmup_steps=0), 10
+    )
+    for factor in factors:
+        assert set(optimizer.lrs().values()) == {0.1 * factor}
+        optimizer.step()
+
+
 def test_momentum_and_weight_decay_phases_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"momentum_phases\[0\]\.from is missing"):
         OptimConfig(momentum_phases=({"steps": 3},))

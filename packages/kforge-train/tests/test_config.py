@@ -81,6 +81,7 @@ OTHER: dict[str, Any] = {
     "optim.options": {"momentum": 0.9},
     "optim.groups": [{"name": "slow", "match": "embed", "lr_scale": 0.1}],
     "optim.phases": [{"steps": 7, "schedule": "rex"}],
+    "optim.lr_scales": [{"step": 7, "scale": 0.5}],
     "optim.momentum_phases": [{"steps": 7, "schedule": "linear", "from": 0.85, "to": 0.95}],
     "optim.weight_decay_phases": [{"schedule": "linear", "to": 0.0}],
     "ckpt.remote": "s3://bucket/run",

@@ -38,12 +38,15 @@ if TYPE_CHECKING:
     from kforge_data.ngram import ngram_baseline as ngram_baseline
     from kforge_data.opening import open_tokens as open_tokens
     from kforge_data.opening import row_transforms as row_transforms
+    from kforge_data.opening import training_phases as training_phases
     from kforge_data.opening import training_source as training_source
+    from kforge_data.opening import training_sources as training_sources
     from kforge_data.opening import training_streams as training_streams
     from kforge_data.order import Permutation as Permutation
     from kforge_data.order import epoch_order as epoch_order
     from kforge_data.packing import PackedRows as PackedRows
     from kforge_data.packing import pack_rows as pack_rows
+    from kforge_data.phases import RowPhase as RowPhase
     from kforge_data.raw import TokenFiles as TokenFiles
     from kforge_data.shard_writer import ShardWriter as ShardWriter
     from kforge_data.shards import TokenShards as TokenShards
@@ -78,6 +81,7 @@ _HOME = {
     "Permutation": "order",
     "ReadCounts": "documents",
     "RowBlock": "sources",
+    "RowPhase": "phases",
     "ShardWriter": "shard_writer",
     "Source": "sources",
     "Stats": "stats",
@@ -101,7 +105,9 @@ _HOME = {
     "token_stats": "stats",
     "tokenize_files": "tokenize",
     "train_tokenizer": "tokenizer",
+    "training_phases": "opening",
     "training_source": "opening",
+    "training_sources": "opening",
     "training_streams": "opening",
     "verify_shards": "verify",
     "verify_tokens": "verify",

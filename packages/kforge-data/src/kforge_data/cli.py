@@ -340,24 +340,25 @@ def _stats(arguments: argparse.Namespace) -> int:
 
 def _mix(arguments: argparse.Namespace) -> int:
     from kforge_data.mixture import Mixture
-    from kforge_data.opening import training_source
+    from kforge_data.opening import training_sources
     from kforge_data.preview import draw_shares, preview, read_data_config
 
     config = read_data_config(arguments.job)
-    mixture = training_source(config)
-    if not isinstance(mixture, Mixture):
+    if not config.mixture:
         raise ValueError(f"{arguments.job} has no data.mixture, so there are no shares to look at")
-    windows = preview(mixture, config, arguments.steps, arguments.windows)
+    mixtures = [source for source in training_sources(config) if isinstance(source, Mixture)]
+    names = mixtures[0].names
+    windows = preview(mixtures, config, arguments.steps, arguments.windows)
     if arguments.out:
         draw_shares(windows, arguments.out)
     if arguments.json:
         print(json.dumps([window._asdict() for window in windows], indent=1))
         return 0
-    width = max(len("source"), *(len(name) for name in mixture.names))
+    width = max(len("source"), *(len(name) for name in names))
     print(f"shares of {config.mixture_by}")
     print(f"{'steps':>17}  {'source':<{width}} {'asked':>9} {'realised':>9} {'rows':>13} {'epochs':>8}")
     for window in windows:
-        steps = f"{window.first:,}-{window.last - 1:,}" if window.name == mixture.names[0] else ""
+        steps = f"{window.first:,}-{window.last - 1:,}" if window.name == names[0] else ""
         shares = f"{window.asked:>9.4%} {window.realised:>9.4%}"
         print(f"{steps:>17}  {window.name:<{width}} {shares} {window.rows:>13,} {window.epochs:>8.2f}")
     if arguments.out:

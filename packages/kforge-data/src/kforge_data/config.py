@@ -28,8 +28,9 @@ class DataConfig:
     mixture_temperature: float = 1.0
     """Shares are proportional to weight ** (1 / temperature); above 1 evens them out."""
     phases: tuple[dict[str, Any], ...] = ()
-    """Other weights of a mixture from a step on, as [{step = 9000, weights = {web = 1, code = 4}}]; names left out keep
-    theirs. Steps ascend. What the learning rate does meanwhile is optim's."""
+    """Other weights of a mixture, another length of rows, or both, from a step on, as [{step = 9000, weights =
+    {web = 1, code = 4}}, {step = 9500, row_tokens = 8192}]; weights left out stay. Steps ascend. Rows of another length
+    are a sequence of their own, read from its beginning. What the learning rate does meanwhile is optim's."""
     heldout: str = ""
     """Token shards, or other token files, to evaluate on. Empty: no evaluation."""
     dtype: str = ""
@@ -120,28 +121,65 @@ class DataConfig:
         names = [str(table["name"]) for table in self.mixture]
         if len(set(names)) < len(names):
             raise ValueError(f"data.mixture names a source twice, of {', '.join(names)}")
-        if self.phases and not self.mixture:
-            raise ValueError("data.phases changes weights, and there is no data.mixture that has any")
+        weights = {str(table["name"]): table.get("weight", 1.0) for table in self.mixture}
         for i, table in enumerate(self.phases):
-            _check_table(f"data.phases[{i}]", table, ("step", "weights"), ())
-            if not isinstance(table["step"], int) or table["step"] < 1:
-                raise ValueError(f"data.phases[{i}].step = {table['step']!r} must be a step of at least 1")
-            if not isinstance(table["weights"], dict):
-                raise ValueError(f"data.phases[{i}].weights = {table['weights']!r} must be a table of name = weight")
-            if unknown := [name for name in table["weights"] if name not in names]:
-                raise ValueError(f"data.phases[{i}] names {', '.join(unknown)}; the sources are {', '.join(names)}")
-            if i and table["step"] <= self.phases[i - 1]["step"]:
-                raise ValueError(f"data.phases[{i}].step = {table['step']} does not come after the phase before")
+            self._check_phase(i, table, weights)
+        if any("row_tokens" in table for table in self.phases) and any(
+            "tokens" in table for table in self.batch_phases
+        ):
+            raise ValueError(
+                "data.batch_phases counts tokens, and data.phases has rows of several lengths; give steps in place of "
+                "tokens"
+            )
+
+    def _check_phase(self, i: int, table: Mapping[str, Any], weights: dict[str, float]) -> None:
+        """ValueError for what data.phases[i] cannot be; ``weights`` become those that are in force from it on."""
+        name = f"data.phases[{i}]"
+        _check_table(name, table, ("step",), (), ("weights", "row_tokens"))
+        if not isinstance(table["step"], int) or table["step"] < 1:
+            raise ValueError(f"{name}.step = {table['step']!r} must be a step of at least 1")
+        if i and table["step"] <= self.phases[i - 1]["step"]:
+            raise ValueError(f"{name}.step = {table['step']} does not come after the phase before")
+        if "weights" not in table and "row_tokens" not in table:
+            raise ValueError(f"{name} changes nothing; give it weights, row_tokens, or both")
+        length = table.get("row_tokens", 1)
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise ValueError(f"{name}.row_tokens = {length!r} must be a whole number of at least 1")
+        changed = table.get("weights", {})
+        if not isinstance(changed, dict):
+            raise ValueError(f"{name}.weights = {changed!r} must be a table of name = weight")
+        if "weights" in table and not self.mixture:
+            raise ValueError(f"{name} changes weights, and there is no data.mixture that has any")
+        if unknown := [one for one in changed if one not in weights]:
+            raise ValueError(f"{name} names {', '.join(unknown)}; the sources are {', '.join(weights)}")
+        weights.update(changed)
+        if self.mixture and not any(weights.values()):
+            raise ValueError(f"{name}: from here on all weights are 0, so there is nothing to read")
 
     def batch_size(self) -> BatchSize:
         """Rows of each step."""
         return BatchSize(self.global_rows, read_batch_phases(self.batch_phases, self.row_tokens))
 
+    def row_lengths(self) -> tuple[tuple[int, int], ...]:
+        """(first step, tokens of a row) of each part of the run with rows of one length; the first is from step 0."""
+        lengths = [(0, self.row_tokens)]
+        for table in self.phases:
+            if table.get("row_tokens", lengths[-1][1]) != lengths[-1][1]:
+                lengths.append((table["step"], table["row_tokens"]))
+        return tuple(lengths)
 
-def _check_table(name: str, table: Mapping[str, Any], needed: tuple[str, ...], more: tuple[str, ...]) -> None:
+    def row_tokens_at(self, step: int) -> int:
+        """Tokens of a row at a step."""
+        return [length for first, length in self.row_lengths() if first <= step][-1]
+
+
+def _check_table(
+    name: str, table: Mapping[str, Any], needed: tuple[str, ...], more: tuple[str, ...], others: tuple[str, ...] = ()
+) -> None:
+    """ValueError unless a table has the keys ``needed``, perhaps ``more``, which are numbers, and ``others``."""
     for key in table:
-        if key not in needed + more:
-            raise ValueError(f"{name} has no key {key!r}; it has {', '.join(needed + more)}")
+        if key not in needed + more + others:
+            raise ValueError(f"{name} has no key {key!r}; it has {', '.join(needed + more + others)}")
     for key in needed:
         if key not in table:
             raise ValueError(f"{name}.{key} is missing")

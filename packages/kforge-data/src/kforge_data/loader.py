@@ -8,6 +8,7 @@ processes, the microbatch and the read-ahead threads decide who reads a row, nev
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,8 +20,10 @@ import torch
 from kforge_data._torch import end_workers
 from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
 from kforge_data.batch_size import BatchSize
+from kforge_data.best_fit import hash_seed
 from kforge_data.mixture import Mixture
-from kforge_data.workers import WORKER_KINDS, RowReader, Sender, Sent, read_in_processes
+from kforge_data.phases import RowPhase
+from kforge_data.workers import WORKER_KINDS, RowReader, Rows, Sender, Sent, in_phase, read_in_processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +50,7 @@ class Loader:
         seed: chooses the order.
         microbatch_rows: B, rows of one batch, of which the last of a step has what is left; None takes all of G/world.
         batch_phases: (steps, rows of a step over all processes) that come first, one after the other; then G.
+        phases: `RowPhase`s, ascending: from a step on, rows of another length or source.
         shuffle: a new pseudo-random order for every epoch; False: rows as they lie.
         isolate_documents: positions restart and boundaries are given per document; False: a row is one text.
             Labels never cross a document either way.
@@ -74,6 +78,7 @@ class Loader:
         seed: int = 1,
         microbatch_rows: int | None = None,
         batch_phases: Sequence[tuple[int, int]] = (),
+        phases: Sequence[RowPhase] = (),
         shuffle: bool = True,
         isolate_documents: bool = True,
         transforms: Sequence[Transform] = (),
@@ -92,24 +97,29 @@ class Loader:
             raise ValueError(f"worker_kind = {worker_kind!r} is not one of {', '.join(WORKER_KINDS)}")
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs = {epochs} must be at least 1, or None to go on for ever")
-        self._rows = _rows_or_error(source, row_tokens)
+        self._phases = _check_phases([RowPhase(0, row_tokens, source), *phases])
         self._source, self._row_tokens, self._microbatch_rows = source, row_tokens, microbatch_rows
+        self._rows = [_rows_or_error(each, length) for each, length in self._sources]
         self._rank, self._world, self._seed, self._shuffle = rank, world, seed, shuffle
         self._isolate_documents, self._device = isolate_documents, torch.device(device)
-        self._cu_lengths: dict[int, int | None] = {
-            rows: cu_seqlens_length(source, row_tokens=row_tokens, microbatch_rows=rows) if isolate_documents else None
-            for _, of_step in self._size.sizes()
-            for rows in _cut(of_step // world, microbatch_rows)
-        }
-        self._end = None if epochs is None else epochs * self._rows
-        if isinstance(source, Mixture):
-            if epochs is not None:
-                raise ValueError("a mixture counts epochs for each source; give it max_epochs, and the loader none")
-            self._end = source.position_limit(row_tokens)
+        sizes = {rows for _, of_step in self._size.sizes() for rows in _cut(of_step // world, microbatch_rows)}
+        cu_lengths: list[dict[int, int | None]] = [
+            {
+                rows: cu_seqlens_length(each, row_tokens=length, microbatch_rows=rows) if isolate_documents else None
+                for rows in sizes
+            }
+            for each, length in self._sources
+        ]
+        if epochs is not None and any(isinstance(each, Mixture) for each, _ in self._sources):
+            raise ValueError("a mixture counts epochs for each source; give it max_epochs, and the loader none")
+        if epochs is not None and phases:
+            raise ValueError("epochs are counted in rows of one length, and phases have others; leave epochs out")
+        self._epochs = epochs
         self._position = 0
         # Steps are counted from here: the start of the run, or the resume that changed the size of steps.
         self._base_step, self._base_position = 0, 0
-        self._reader = RowReader(source, row_tokens, isolate_documents, self._cu_lengths, transforms)
+        self._starts, self._end = self._lay_out([])
+        self._reader = RowReader(self._sources, isolate_documents, cu_lengths, transforms)
         self._from_processes: Iterator[Batch] | None = None
         threads = workers if worker_kind == "thread" else min(workers, 1)  # one takes what processes give, in order
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kforge-data") if threads else None
@@ -135,13 +145,19 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Epoch in which the next row lies, from 0."""
-        return self._position // self._rows
+        """Epoch in which the next row lies, from 0; each phase of other rows counts anew."""
+        phase = self._phase_at(self.step)
+        return (self._position - self._starts[phase]) // self._rows[phase]
 
     @property
     def epoch_rows(self) -> int:
-        """Rows of one epoch."""
-        return self._rows
+        """Rows of one epoch, in the phase of the next step."""
+        return self._rows[self._phase_at(self.step)]
+
+    @property
+    def row_tokens(self) -> int:
+        """Length of the rows of the next step, in tokens."""
+        return self._sources[self._phase_at(self.step)][1]
 
     def rows_of(self, steps: range) -> NDArray[np.int64]:
         """Row ids that these steps take, over all ranks, in order; int64, shorter where the last epoch ends.
@@ -155,8 +171,12 @@ class Loader:
                 f"step {min(steps)} lies before step {self._base_step}, where a resume changed global_rows to "
                 f"{self._size.global_rows} or the phases before; its rows are known to the loader of before"
             )
-        positions = [np.arange(self._first(step), self._first(step + 1), dtype=np.int64) for step in steps]
-        return self._rows_at(np.concatenate([np.empty(0, np.int64), *positions]))
+        found = [np.empty(0, np.int64)]
+        for step in steps:
+            phase = self._phase_at(step)
+            positions = np.arange(self._first(step), self._first(step + 1), dtype=np.int64)
+            found.append(in_phase(phase, self._rows_at(phase, positions)))
+        return np.concatenate(found)
 
     def quarantine(self, row_ids: Iterable[int]) -> None:
         """Skip these rows from the next step on: a row of padding, which nothing scores, comes in the place of each.
@@ -193,9 +213,41 @@ class Loader:
     def __next__(self) -> list[Batch]:
         return self.next()
 
+    @property
+    def _sources(self) -> list[tuple[Source, int]]:
+        return [(phase.source or self._source, phase.row_tokens) for phase in self._phases]
+
+    def _phase_at(self, step: int) -> int:
+        return sum(phase.step <= step for phase in self._phases) - 1
+
+    def _lay_out(self, begun: Sequence[int]) -> tuple[list[int], int | None]:
+        """Position at which each phase begins, and that at which the sequence ends. ``begun``: those that have begun
+        before a resume, and stay where they were."""
+        starts = [
+            begun[k] if k < len(begun) else self._unbounded_first(phase.step) for k, phase in enumerate(self._phases)
+        ]
+        if self._epochs is not None:
+            return starts, self._epochs * self._rows[0]
+        for k, (source, row_tokens) in enumerate(self._sources):
+            limit = source.position_limit(row_tokens) if isinstance(source, Mixture) else None
+            if limit is not None and (k + 1 == len(starts) or starts[k] + limit < starts[k + 1]):
+                return starts, starts[k] + limit
+        return starts, None
+
+    def _begun(self, step: int) -> list[list[Any]]:
+        """Of each phase that began before a step: its first position, and what it reads."""
+        return [
+            [start, row_tokens, source.fingerprint]
+            for start, (source, row_tokens), phase in zip(self._starts, self._sources, self._phases, strict=True)
+            if 0 < phase.step < step
+        ]
+
+    def _unbounded_first(self, step: int) -> int:
+        return self._base_position + self._size.before(step) - self._size.before(self._base_step)
+
     def _first(self, step: int) -> int:
         """Position at which a step begins, at most the end of the last epoch."""
-        first = self._base_position + self._size.before(step) - self._size.before(self._base_step)
+        first = self._unbounded_first(step)
         return first if self._end is None else min(first, self._end)
 
     def _microbatches(self, step: int) -> int:
@@ -228,8 +280,8 @@ class Loader:
         assert self._from_processes is not None
         return self._sender.send(next(self._from_processes))
 
-    def _row_ids_from(self, step: int, microbatch: int) -> Iterator[NDArray[np.int64]]:
-        """Row ids of the microbatches from one on, to the end."""
+    def _row_ids_from(self, step: int, microbatch: int) -> Iterator[Rows]:
+        """Rows of the microbatches from one on, to the end."""
         while not self._ends_at(step):
             for later in range(microbatch, self._microbatches(step)):
                 yield self._row_ids(step, later)
@@ -246,20 +298,27 @@ class Loader:
             self._read_step, self._read_microbatch = self._read_step + 1, 0
         return this
 
-    def _row_ids(self, step: int, microbatch: int) -> NDArray[np.int64]:
-        """Rows of one microbatch [B]; rows of padding last, in the place of those that are skipped or past the end."""
+    def _row_ids(self, step: int, microbatch: int) -> Rows:
+        """Rows of one microbatch; rows of padding last, in the place of those that are skipped or past the end."""
         rank_rows = self._size.at(step) // self._world
         sizes = _cut(rank_rows, self._microbatch_rows)
         rows, offset = sizes[microbatch], self._rank * rank_rows + sum(sizes[:microbatch])
         positions = self._first(step) + offset + np.arange(rows, dtype=np.int64)
-        here = self._rows_at(positions if self._end is None else positions[positions < self._end])
-        here = here[~np.isin(here, self._quarantined)]
+        phase = self._phase_at(step)
+        here = self._rows_at(phase, positions if self._end is None else positions[positions < self._end])
+        here = here[~np.isin(in_phase(phase, here), self._quarantined)]
         row_ids = np.full(rows, PADDING_ROW, np.int64)
         row_ids[: len(here)] = here
-        return row_ids
+        return Rows(phase, row_ids)
 
-    def _rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._source.rows_at(positions, row_tokens=self._row_tokens, seed=self._seed, shuffle=self._shuffle)
+    def _rows_at(self, phase: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        source, row_tokens = self._sources[phase]
+        return source.rows_at(
+            positions - self._starts[phase],
+            row_tokens=row_tokens,
+            seed=hash_seed(self._seed, phase) if phase else self._seed,
+            shuffle=self._shuffle,
+        )
 
     def _forget_ahead(self) -> None:
         for future in self._ahead:
@@ -287,6 +346,7 @@ class Loader:
             "batch_phases": [list(phase) for phase in self._size.phases],
             "base_step": self._base_step,
             "base_position": self._base_position,
+            "phases": self._begun(self.step),
             "quarantined": self._quarantined.tolist(),
         }
 
@@ -300,7 +360,13 @@ class Loader:
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"a loader state of version {state.get('version')}; this loader reads {_STATE_VERSION}")
-        differing = _differences(state, self.state_dict())
+        size = BatchSize(
+            int(state["global_rows"]), tuple((int(n), int(rows)) for n, rows in state.get("batch_phases", []))
+        )
+        step, base = int(state["base_step"]), int(state["base_position"])
+        rows = int(state["position"]) - base + size.before(step)
+        begun = self._begun(size.step_at(rows))
+        differing = _differences(state, {**self.state_dict(), "phases": begun})
         if differing and self._accept_changed_data:
             logger.warning("going on at position %s in another sequence of rows: %s", state["position"], differing)
         elif differing:
@@ -312,16 +378,12 @@ class Loader:
         position = int(state["position"])
         if position < 0:
             raise ValueError(f"a loader state with position {position}, which cannot be negative")
-        size = BatchSize(
-            int(state["global_rows"]), tuple((int(n), int(rows)) for n, rows in state.get("batch_phases", []))
-        )
-        step, base = int(state["base_step"]), int(state["base_position"])
-        rows = position - base + size.before(step)
         if size == self._size and size.before(size.step_at(rows)) == rows:
             self._base_step, self._base_position = step, base
         else:  # steps from here on are cut otherwise than those before
             self._base_step, self._base_position = size.step_at(rows), position
         self._position = position
+        self._starts, self._end = self._lay_out([0, *(int(start) for start, _, _ in state.get("phases", []))])
         self._quarantined = np.array(sorted(state.get("quarantined", [])), np.int64)
         self._forget_ahead()
 
@@ -429,6 +491,13 @@ def _check_split(name: str, rows: int, rank: int, world: int, microbatch_rows: i
         raise ValueError(f"microbatch_rows = {microbatch_rows} must be at least 1")
 
 
+def _check_phases(phases: list[RowPhase]) -> list[RowPhase]:
+    for before, phase in itertools.pairwise(phases):
+        if phase.step <= before.step:
+            raise ValueError(f"a phase from step {phase.step} does not come after that from step {before.step}")
+    return phases
+
+
 def _cut(rows: int, most: int | None) -> list[int]:
     """Sizes of the microbatches of a rank's rows of a step: ``most`` each, and what is left."""
     size = most or rows
@@ -463,6 +532,11 @@ def _differences(state: dict[str, Any], ours: dict[str, Any]) -> str:
             if before.get(key) != now.get(key)
         ]
         found.append(f"of the source, {', '.join(parts) or 'something'}")
+    phases = [[phase[1:] for phase in one.get("phases", [])] for one in (state, ours)]
+    if phases[0] != phases[1]:
+        words = [[f"rows of {length} tokens of {content[:19]}" for length, content in one] for one in phases]
+        before, now = (", ".join(one) or "none" for one in words)
+        found.append(f"phases that have begun were {before} and are {now}")
     return "; ".join(found)
 
 

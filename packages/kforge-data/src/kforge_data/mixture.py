@@ -55,9 +55,10 @@ class Mixture:
             share goes to the others in proportion; when all have been, the sequence ends. Others repeat for ever.
         phases: (first row, weights) of later parts of the sequence, ascending: other weights from that position on.
             Names left out keep the weight they had.
+        allow_unread: a source may have weight 0 in every phase.
 
     ValueError for unknown names, weights that are negative, all zero or not numbers, phases that overlap or go
-    backwards, and sources that are never read.
+    backwards, and sources that are never read, unless these are allowed.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Mixture:
         by: str = "tokens",
         max_epochs: Mapping[str, float] | None = None,
         phases: Sequence[tuple[int, Mapping[str, float]]] = (),
+        allow_unread: bool = False,
     ) -> None:
         if not sources:
             raise ValueError("a mixture of no sources; name at least one")
@@ -92,7 +94,7 @@ class Mixture:
         if missing := [name for name in self.names if name not in given]:
             raise ValueError(f"{', '.join(missing)} has no weight; give each source one (0: not before a later phase)")
         self._phases = _read_phases(self.names, given, phases)
-        for k, name in enumerate(self.names):
+        for k, name in enumerate(() if allow_unread else self.names):
             if not any(weights[k] for _, weights in self._phases):
                 raise ValueError(f"{name} has weight 0 in every phase and would never be read; leave it out")
         content = [list(self.names), [s.fingerprint for s in self._sources], by, temperature, self._phases]

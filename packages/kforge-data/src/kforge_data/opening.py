@@ -9,10 +9,13 @@ from kforge_data.best_fit import PackedDocuments
 from kforge_data.masks import AnswersOnly, MaskRepetition, mask_documents
 from kforge_data.megatron import MegatronTokens
 from kforge_data.mixture import Mixture
+from kforge_data.phases import RowPhase
 from kforge_data.raw import TokenFiles
 from kforge_data.shards import INDEX, TokenShards
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kforge_data.config import DataConfig
     from kforge_data.masks import Transform
     from kforge_data.sources import MeasuredSource
@@ -54,7 +57,21 @@ def training_streams(config: DataConfig) -> dict[str, TokenStream]:
 
 
 def training_source(config: DataConfig, streams: dict[str, TokenStream] | None = None) -> MeasuredSource:
-    """The source that a config trains on, packed and mixed as it says."""
+    """The source that a config trains on, packed and mixed as it says; until a phase of rows of another length."""
+    return training_sources(config, streams)[0]
+
+
+def training_phases(config: DataConfig, sources: Sequence[MeasuredSource]) -> list[RowPhase]:
+    """The phases of rows of other lengths that a config has, for the `Loader`; ``sources`` of `training_sources`."""
+    pairs = zip(config.row_lengths(), sources, strict=True)
+    return [RowPhase(step, row_tokens, source) for (step, row_tokens), source in pairs if step]
+
+
+def training_sources(config: DataConfig, streams: dict[str, TokenStream] | None = None) -> list[MeasuredSource]:
+    """The sources of a config, one for each of its `row_lengths`.
+
+    Each reads its mixture from the beginning, with the weights that are in force then, and what is left of max_epochs.
+    """
     streams = training_streams(config) if streams is None else streams
     streams = {
         name: mask_documents(stream, config.mask_short, config.mask_duplicates, config.cache or None)
@@ -68,17 +85,45 @@ def training_source(config: DataConfig, streams: dict[str, TokenStream] | None =
         )
         for name, stream in streams.items()
     }
+    lengths, size = config.row_lengths(), config.batch_size()
     if not config.mixture:
-        return packed["train"]
-    size = config.batch_size()
-    return Mixture(
-        packed,
-        {str(table["name"]): table.get("weight", 1.0) for table in config.mixture},
-        temperature=config.mixture_temperature,
-        by=config.mixture_by,
-        max_epochs={str(table["name"]): table["max_epochs"] for table in config.mixture if "max_epochs" in table},
-        phases=[(size.before(table["step"]), table["weights"]) for table in config.phases],
-    )
+        return [packed["train"]] * len(lengths)
+    weights: dict[str, float] = {str(table["name"]): table.get("weight", 1.0) for table in config.mixture}
+    epochs = {str(table["name"]): table["max_epochs"] for table in config.mixture if "max_epochs" in table}
+    changes = [(table["step"], table["weights"]) for table in config.phases if "weights" in table]
+    ever = {name for table in (weights, *(change for _, change in changes)) for name in table if table[name]}
+    if never := [name for name in weights if name not in ever]:
+        raise ValueError(f"{never[0]} has weight 0 in every phase and would never be read; leave it out")
+    sources: list[MeasuredSource] = []
+    for number, (first, row_tokens) in enumerate(lengths):
+        last = lengths[number + 1][0] if number + 1 < len(lengths) else None
+        for step, change in changes:
+            weights |= change if step <= first else {}
+        open_ = {name: weight if epochs.get(name, 1.0) > 0 else 0.0 for name, weight in weights.items()}
+        if not any(open_.values()):
+            raise ValueError(f"data.phases: at step {first} every source that has a weight has given its max_epochs")
+        mixture = Mixture(
+            packed,
+            open_,
+            temperature=config.mixture_temperature,
+            by=config.mixture_by,
+            max_epochs={name: left for name, left in epochs.items() if left > 0},
+            phases=[
+                (size.before(step) - size.before(first), {n: w for n, w in change.items() if epochs.get(n, 1.0) > 0})
+                for step, change in changes
+                if first < step and (last is None or step < last)
+            ],
+            allow_unread=True,
+        )
+        sources.append(mixture)
+        if last is not None and epochs:
+            rows, limit = size.before(last) - size.before(first), mixture.position_limit(row_tokens)
+            given, whole = (
+                mixture.counts(rows if limit is None else min(rows, limit), row_tokens),
+                mixture.row_sizes(row_tokens),
+            )
+            epochs = {name: left - given[name] / whole[name][0] for name, left in epochs.items()}
+    return sources
 
 
 def row_transforms(config: DataConfig, *, training: bool = True) -> list[Transform]:

@@ -41,27 +41,37 @@ def read_data_config(path: str | Path) -> DataConfig:
         raise ValueError(f"{path}: {error}".replace("DataConfig.__init__()", "[data]")) from error
 
 
-def preview(mixture: Mixture, config: DataConfig, steps: int, windows: int = 20) -> list[Window]:
-    """Shares of every source over ``windows`` parts of the first ``steps`` steps. Nothing is read but lengths."""
+def preview(sources: Sequence[Mixture], config: DataConfig, steps: int, windows: int = 20) -> list[Window]:
+    """Shares of every source over ``windows`` parts of the first ``steps`` steps. Nothing is read but lengths.
+
+    ``sources`` are those of `training_sources`. A part ends where rows get another length.
+    """
     if steps < 1 or windows < 1:
         raise ValueError(f"steps = {steps} and windows = {windows} must be at least 1")
-    size, row = config.batch_size(), config.row_tokens
-    edges = sorted({round(i * steps / min(windows, steps)) for i in range(min(windows, steps) + 1)})
-    limit = mixture.position_limit(row)
-    if limit is not None and size.before(steps) > limit:
-        raise ValueError(
-            f"{steps} steps read {size.before(steps)} rows, and the mixture ends after {limit}, when every source has "
-            "given its max_epochs"
-        )
-    found = []
-    sizes = mixture.row_sizes(row)
-    for first, last in itertools.pairwise(edges):
-        before, after = mixture.counts(size.before(first), row), mixture.counts(size.before(last), row)
-        asked = mixture.asked(size.before(first))
-        read = {name: (after[name] - before[name]) * sizes[name][1] for name in mixture.names}
-        for name in mixture.names:
-            share, epochs = read[name] / sum(read.values()), after[name] / sizes[name][0]
-            found.append(Window(first, last, name, asked[name], share, after[name] - before[name], epochs))
+    size, lengths = config.batch_size(), config.row_lengths()
+    edges = {round(i * steps / min(windows, steps)) for i in range(min(windows, steps) + 1)}
+    edges |= {begin for begin, _ in lengths if begin < steps}
+    found, through = [], dict.fromkeys(sources[0].names, 0.0)
+    for number, (mixture, (begin, row)) in enumerate(zip(sources, lengths, strict=True)):
+        end = min(lengths[number + 1][0], steps) if number + 1 < len(lengths) else steps
+        base, limit = size.before(begin), mixture.position_limit(row)
+        if limit is not None and size.before(end) - base > limit:
+            raise ValueError(
+                f"{end - begin} steps read {size.before(end) - base} rows, and the mixture ends after {limit}, when "
+                "every source has given its max_epochs"
+            )
+        sizes = mixture.row_sizes(row)
+        inside = sorted(edge for edge in edges if begin <= edge <= end)
+        for first, last in itertools.pairwise(inside):
+            before, after = (mixture.counts(size.before(step) - base, row) for step in (first, last))
+            asked = mixture.asked(size.before(first) - base)
+            read = {name: (after[name] - before[name]) * sizes[name][1] for name in mixture.names}
+            for name in mixture.names:
+                rows = after[name] - before[name]
+                through[name] += rows / sizes[name][0]
+                found.append(
+                    Window(first, last, name, asked[name], read[name] / sum(read.values()), rows, through[name])
+                )
     return found
 
 

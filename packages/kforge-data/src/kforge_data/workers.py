@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from kforge_data.batch import Batch, make_batch, to_device
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from kforge_data.masks import Transform
@@ -20,38 +20,62 @@ if TYPE_CHECKING:
 WORKER_KINDS = ("thread", "fork", "spawn")
 
 
+class Rows(NamedTuple):
+    """What one microbatch is made of."""
+
+    phase: int
+    row_ids: NDArray[np.int64]
+    """[B], as the source of the phase numbers its rows; -1 for padding, which is last."""
+
+
 class RowReader(Dataset[Batch]):
-    """Row ids [B] -> their batch on the host: all that a worker has of the loader, and nothing that changes."""
+    """Rows -> their batch on the host: all that a worker has of the loader, and nothing that changes.
+
+    Args:
+        sources: source and row length of each phase.
+        cu_lengths: for each phase the length of `cu_seqlens` by the rows of a microbatch.
+    """
 
     def __init__(
         self,
-        source: Source,
-        row_tokens: int,
+        sources: Sequence[tuple[Source, int]],
         isolate_documents: bool,
-        cu_lengths: dict[int, int | None],
+        cu_lengths: Sequence[dict[int, int | None]],
         transforms: Sequence[Transform] = (),
     ) -> None:
-        self._source, self._row_tokens, self._transforms = source, row_tokens, tuple(transforms)
-        self._isolate_documents, self._cu_lengths = isolate_documents, cu_lengths
+        self._sources, self._transforms = list(sources), tuple(transforms)
+        self._isolate_documents, self._cu_lengths = isolate_documents, list(cu_lengths)
 
-    def read(self, row_ids: NDArray[np.int64], pin: bool = False) -> Batch:
+    def read(self, rows: Rows, pin: bool = False) -> Batch:
         """The batch of these rows, in pinned memory if asked for."""
-        return make_batch(
-            self._source,
-            row_ids,
-            row_tokens=self._row_tokens,
+        source, row_tokens = self._sources[rows.phase]
+        batch = make_batch(
+            source,
+            rows.row_ids,
+            row_tokens=row_tokens,
             isolate_documents=self._isolate_documents,
-            cu_length=self._cu_lengths[len(row_ids)],
+            cu_length=self._cu_lengths[rows.phase][len(rows.row_ids)],
             pin=pin,
             transforms=self._transforms,
         )
+        batch["row_ids"] = in_phase(rows.phase, rows.row_ids)
+        return batch
 
-    def __getitem__(self, row_ids: NDArray[np.int64]) -> Batch:
-        return self.read(row_ids)
+    def __getitem__(self, rows: Rows) -> Batch:
+        return self.read(rows)
+
+
+PHASE_BITS = 56
+"""A row that a loader names is phase * 2**56 + the number that its source has for it."""
+
+
+def in_phase(phase: int, row_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The names of rows of a phase; padding stays -1."""
+    return np.where(row_ids < 0, row_ids, row_ids + (phase << PHASE_BITS)) if phase else row_ids
 
 
 def read_in_processes(
-    reader: RowReader, row_ids: Iterable[NDArray[np.int64]], *, workers: int, kind: str, ahead: int, pin: bool
+    reader: RowReader, row_ids: Iterable[Rows], *, workers: int, kind: str, ahead: int, pin: bool
 ) -> Iterator[Batch]:
     """The batch of each of ``row_ids``, in order, from worker processes of torch's DataLoader, ``ahead`` at a time.
 

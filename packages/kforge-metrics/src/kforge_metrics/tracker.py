@@ -104,7 +104,8 @@ class Tracker:
     All ranks call it alike; only rank 0 sends events. A sink that fails is reported once and never stops the run.
 
     ``world``: devices that work on the run together. ``flops_per_token``: forward and backward, with causal attention
-    counted once; ``flops_per_token_palm``: with the full square, as most others print it.
+    counted once; ``flops_per_token_palm``: with the full square, as most others print it. Where they change on the way,
+    each is a function of the number of a step, from 0, and of an interval that of its last step counts.
     ``peak_flops``: of one device, in FLOP/s; by default what the function `peak_flops` knows of ``device`` for
     bfloat16. ``clock`` (seconds, any origin) and ``now`` (seconds
     since 1970) are there for tests.
@@ -115,8 +116,8 @@ class Tracker:
         sinks: Sequence[Sink],
         *,
         every_steps: int = 10,
-        flops_per_token: float | None = None,
-        flops_per_token_palm: float | None = None,
+        flops_per_token: float | Callable[[int], float | None] | None = None,
+        flops_per_token_palm: float | Callable[[int], float | None] | None = None,
         world: int = 1,
         device: torch.device | str = "cpu",
         rank: int = 0,
@@ -351,8 +352,8 @@ class Tracker:
             "tokens_per_s": per_s,
             "step_s": elapsed_s / len(timed) if per_s is not None else None,
             "data_s": waited_s / max(1, len(timed)),
-            "mfu": throughput.mfu(per_s, self.flops_per_token, self.world, peak),
-            "mfu_palm": throughput.mfu(per_s, self.flops_per_token_palm, self.world, peak),
+            "mfu": throughput.mfu(per_s, _at(self.flops_per_token, due.step), self.world, peak),
+            "mfu_palm": throughput.mfu(per_s, _at(self.flops_per_token_palm, due.step), self.world, peak),
             "tokens_total": self._tokens_total,
             "steps": len(rows),
             "skipped": skipped,
@@ -398,6 +399,11 @@ def _tokens(rows: list[list[float]]) -> int:
 
 def _skipped(rows: list[list[float]]) -> int:
     return sum(not row[GATE] > 0 for row in rows)
+
+
+def _at(value: float | Callable[[int], float | None] | None, steps: int) -> float | None:
+    """A value that may depend on the step, at the last of so many."""
+    return value(steps - 1) if callable(value) else value
 
 
 def _mean(values: list[float], weights: list[float] | None = None) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from kforge_optim.phases import check_shape, read_phases
+from kforge_optim.phases import check_shape, read_phases, read_scales
 
 ROLES = ("matrices", "embeddings", "head", "routers", "norms_and_biases")
 """What a parameter may be; `kforge_optim.groups` says how that is told."""
@@ -163,6 +163,9 @@ class OptimConfig:
     `until` (the last may go on to the end), `schedule` (constant, linear, cosine, 1-sqrt, polynomial, rex), and the
     factors of the peak rate that it leads `from` and `to` (by default from where the one before ended, to
     min_lr_ratio)."""
+    lr_scales: tuple[dict[str, Any], ...] = ()
+    """Factors of what the schedule says, each from a step on, as [{step = 9000, scale = 0.5}]: under any schedule, for
+    a part of the run with other data. Steps ascend. Empty: the schedule alone."""
     momentum_phases: tuple[dict[str, Any], ...] = ()
     """How the momentum of optimizer `name` moves (Muon's, or beta1), as phases from step 0 whose `from` and `to` are
     momenta, as [{steps = 300, schedule = "linear", from = 0.85, to = 0.95}]. It stays at the last. Empty: as set."""
@@ -256,6 +259,7 @@ class OptimConfig:
         read_phases("optim.momentum_phases", self.momentum_phases, before=None, below_one=True)
         read_phases("optim.weight_decay_phases", self.weight_decay_phases)
         read_phases("optim.phases", self.phases, start=self.warmup_steps, default_to=self.min_lr_ratio)
+        read_scales(self.lr_scales)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"optim.min_lr_ratio = {self.min_lr_ratio} must lie in [0, 1]")
         if not 0 <= self.ema_decay < 1:

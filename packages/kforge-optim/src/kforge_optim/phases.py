@@ -145,3 +145,21 @@ def _end(name: str, value: Mapping[str, Any], begin: int, total: int | None, *, 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def read_scales(values: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """(first step, factor of the rate) of each table of optim.lr_scales. ValueError that names what cannot be."""
+    scales: list[tuple[int, float]] = []
+    for i, table in enumerate(values):
+        name = f"optim.lr_scales[{i}]"
+        if set(table) != {"step", "scale"}:
+            raise ValueError(f"{name} has {', '.join(table) or 'nothing'}; it takes step and scale")
+        step, scale = table["step"], table["scale"]
+        if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+            raise ValueError(f"{name}.step = {step!r} must be a step of at least 1")
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise ValueError(f"{name}.scale = {scale!r} must be a number above 0")
+        if scales and step <= scales[-1][0]:
+            raise ValueError(f"{name}.step = {step} does not come after the one before, {scales[-1][0]}")
+        scales.append((step, float(scale)))
+    return tuple(scales)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kforge_optim.config import OptimConfig
-from kforge_optim.phases import SHAPES, check_shape, read_phases, value_at
+from kforge_optim.phases import SHAPES, check_shape, read_phases, read_scales, value_at
 from kforge_optim.registry import Registry
 
 if TYPE_CHECKING:
@@ -344,7 +344,12 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
             f"schedule {config.schedule!r} gives the first step a factor of {first}, with which it would be spent for "
             "nothing; let it begin above 0, or warm up with optim.warmup_steps"
         )
-    return schedule
+    scales = read_scales(config.lr_scales)
+    return partial(_scaled, schedule, scales) if scales else schedule
+
+
+def _scaled(schedule: Schedule, scales: Sequence[tuple[int, float]], step: int) -> float:
+    return schedule(step) * [1.0, *(scale for first, scale in scales if first <= step)][-1]
 
 
 def curves(config: OptimConfig, total_steps: int, groups: Sequence[Group] = ()) -> dict[str, dict[str, Schedule]]:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,9 +29,10 @@ from kforge_data import (
     open_tokens,
     pack_rows,
     row_transforms,
+    training_phases,
+    training_sources,
     training_streams,
 )
-from kforge_data import training_source as open_training
 from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_logger, peak_flops
 from kforge_model import check_parts, flops_per_token, model_shape
 from kforge_optim import Group, LossScaler, Optimizer, build_optimizer
@@ -79,7 +80,8 @@ def checkpoint_dir(config: JobConfig) -> Path | str:
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
     check_parts(config.model)
-    axes = check_layout(config.parallel, world_size, model_shape(config.model), config.data.row_tokens)
+    for _, row_tokens in config.data.row_lengths():
+        axes = check_layout(config.parallel, world_size, model_shape(config.model), row_tokens)
     groups_of(config)  # knows the names, whether lengths fit, and what rules fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
@@ -125,13 +127,7 @@ def check(config: JobConfig, world_size: int) -> None:
         if any(token >= config.model.vocab_size for token in getattr(data, name)):
             raise ConfigError(f"data.{name} = {list(getattr(data, name))} has ids past model.vocab_size")
     if any("max_epochs" in table for table in data.mixture):
-        mixture = open_training(data, streams)
-        limit = mixture.position_limit(data.row_tokens) if isinstance(mixture, Mixture) else None
-        if limit is not None and limit < (wanted := data.batch_size().before(config.train.steps)):
-            raise ConfigError(
-                f"train.steps = {config.train.steps} want {wanted} rows, and the mixture ends after {limit}, when "
-                "every source has given its max_epochs; raise one of them, or lower train.steps"
-            )
+        _check_epochs(data, training_sources(data, streams), config.train.steps)
     if config.train.eval_every_steps and not data.heldout:
         raise ConfigError("train.eval_every_steps is set, but data.heldout names no folder to evaluate on")
     checkpoints = checkpoint_dir(config)
@@ -252,14 +248,27 @@ def _keep_compiled(folder: Path) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
+def _check_epochs(data: DataConfig, sources: Sequence[Source], steps: int) -> None:
+    """ConfigError where a mixture ends before the run does."""
+    size, lengths = data.batch_size(), data.row_lengths()
+    ends = [min(first, steps) for first, _ in lengths[1:]] + [steps]
+    for source, (first, row_tokens), end in zip(sources, lengths, ends, strict=True):
+        limit = source.position_limit(row_tokens) if isinstance(source, Mixture) else None
+        if limit is not None and limit < (wanted := size.before(end) - size.before(first)):
+            raise ConfigError(
+                f"train.steps = {steps} want {wanted} rows from step {first} on, and the mixture ends after {limit}, "
+                "when every source has given its max_epochs; raise one of them, or lower train.steps"
+            )
+
+
 @contextmanager
 def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
     run_dir = Path(config.train.run_dir)
     log = get_logger(rank=mesh.rank, world=mesh.size, run_dir=run_dir)
     torch.manual_seed(config.train.seed + mesh.rank)  # nothing in the steady loop draws; a user's hook may
-    source = open_training(config.data)
+    sources = training_sources(config.data)
     facts = {f"config section {name}": fields for name, fields in asdict(config).items()}
-    check_agreement({**facts, "version of a package": versions(), "training data": source.fingerprint})
+    check_agreement({**facts, "version of a package": versions(), "training data": [s.fingerprint for s in sources]})
 
     with RunLock(run_dir, mesh.rank), StopRequest(config.resilience.stop_signals) as stop:
         with phase("build", config.parallel, mesh):
@@ -268,11 +277,12 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             whole = kforge_model.build_model(config.model)
         data = config.data
         loader = Loader(
-            source,
+            sources[0],
             row_tokens=data.row_tokens,
             global_rows=data.global_rows,
             microbatch_rows=data.microbatch_rows,
             batch_phases=data.batch_size().phases,
+            phases=training_phases(data, sources),
             rank=mesh.data_rank,
             world=mesh.data_size,
             seed=data.seed,
@@ -284,7 +294,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
             accept_changed_data=data.accept_changed_data,
             device=mesh.device,
         )
-        tracker = _tracker(config, mesh, run_dir, source)
+        tracker = _tracker(config, mesh, run_dir, sources)
         job = Job(
             config=config,
             mesh=mesh,
@@ -339,23 +349,40 @@ def open_heldout(data: DataConfig, path: str | Path = "") -> TokenStream:
     return open_tokens(path or data.heldout, dtype=data.dtype, eos_id=data.eos_id, cache=data.cache)
 
 
-def attended_lengths(source: Source, data: DataConfig) -> list[int]:
+def attended_lengths(source: Source, data: DataConfig, row_tokens: int | None = None) -> list[int]:
     """What attention works on, for `flops_per_token`: the lengths, in tokens, of the documents of up to 256 rows from
     all over the source, or the length of a row where its documents see one another."""
+    row = row_tokens or data.row_tokens
     if not data.isolate_documents:
-        return [data.row_tokens]
-    count = source.row_count(data.row_tokens)
+        return [row]
+    count = source.row_count(row)
     if isinstance(source, Mixture):
-        count = min(count, source.position_limit(data.row_tokens) or count)
+        count = min(count, source.position_limit(row) or count)
     positions = np.unique(np.linspace(0, count - 1, min(count, 256)).astype(np.int64))
-    rows = source.rows_at(positions, row_tokens=data.row_tokens, seed=data.seed, shuffle=False)
-    packed = pack_rows(source.read_rows(rows, data.row_tokens))
+    rows = source.rows_at(positions, row_tokens=row, seed=data.seed, shuffle=False)
+    packed = pack_rows(source.read_rows(rows, row))
     assert packed.cu_seqlens is not None
     lengths: list[int] = np.diff(packed.cu_seqlens).tolist()
     return lengths
 
 
-def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path, source: Source) -> Tracker:
+def _flops(config: JobConfig, sources: Sequence[Source]) -> dict[str, Any]:
+    """FLOPs of a token, forward and backward, as the tracker wants them: numbers, or functions of the step where rows
+    change their length."""
+    model, data, phases = config.model, config.data, config.data.row_lengths()
+    pairs = list(zip(sources, phases, strict=True))
+    causal = [flops_per_token(model, attended_lengths(source, data, length)) for source, (_, length) in pairs]
+    palm = [flops_per_token(model, length, causal=False) for _, length in phases]
+
+    def at(values: list[float | None]) -> float | Callable[[int], float | None] | None:
+        if len(values) == 1:
+            return values[0]
+        return lambda step: values[sum(first <= step for first, _ in phases) - 1]
+
+    return {"flops_per_token": at(causal), "flops_per_token_palm": at(palm)}
+
+
+def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path, sources: Sequence[Source]) -> Tracker:
     sinks: list[Any] = []
     if mesh.rank == 0 and config.metrics.jsonl:
         sinks.append(JsonlSink(run_dir / "events.jsonl"))
@@ -366,8 +393,7 @@ def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path, source: Source) -> Tr
     return Tracker(
         sinks,
         every_steps=config.metrics.every_steps,
-        flops_per_token=flops_per_token(config.model, attended_lengths(source, config.data)),
-        flops_per_token_palm=flops_per_token(config.model, config.data.row_tokens, causal=False),
+        **_flops(config, sources),
         peak_flops=peak_flops(name, compute),
         world=mesh.size,
         rank=mesh.rank,

@@ -72,9 +72,9 @@ class JobConfig:
     """The run itself (kforge-train)."""
 
     def __post_init__(self) -> None:
-        if self.data.row_tokens > self.model.max_seq_len:
+        if (longest := max(length for _, length in self.data.row_lengths())) > self.model.max_seq_len:
             raise ValueError(
-                f"data.row_tokens = {self.data.row_tokens} is longer than model.max_seq_len = "
+                f"data.row_tokens = {longest} is longer than model.max_seq_len = "
                 f"{self.model.max_seq_len}; raise --model.max_seq_len or shorten the rows"
             )
         if self.optim.offload and self.parallel.cpu_offload:

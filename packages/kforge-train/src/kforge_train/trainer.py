@@ -88,7 +88,7 @@ class Trainer:
         clip_scores(job.model, job.optimizer, self.config.optim, job.mesh, window, vote.gate, self.next_step)
         job.tracker.step(
             self.next_step,
-            tokens=rows * self.config.data.row_tokens,
+            tokens=rows * self.config.data.row_tokens_at(self.next_step - 1),
             scored_tokens=scored,
             loss=vote.loss,
             norm=norm,
