@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from kforge_parallel.fsdp import shard_dim
+from kforge_parallel.axes import shard_dim
 from kforge_testing import run_ranks
 
 

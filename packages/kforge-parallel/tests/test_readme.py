@@ -14,7 +14,7 @@ from kforge_parallel.testing import compare
 from kforge_testing import run_ranks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
-FIRST, TOY, ATTENTION, HEAD, MIXTURE, ROW, STAGES, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+FIRST, SIZES, TOY, ATTENTION, HEAD, MIXTURE, ROW, STAGES, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def run(source, views="error"):
@@ -36,6 +36,10 @@ def test_the_example_learns_and_ranks_agree():
     assert first < 6.0  # the variance of a sum of eight unit normals is 8
     assert weights.equal(other)
     assert printed == f"dp_shard 2 on cpu (torchrun): loss {first:.2f}\n" and not nothing
+
+
+def test_the_estimate_is_what_is_printed():
+    assert f"```\n{run(SIZES)[1]}```" in TEXT
 
 
 def run_toy(rank, world):

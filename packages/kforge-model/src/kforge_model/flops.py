@@ -75,8 +75,9 @@ def model_shape(config: ModelConfig) -> dict[str, int | bool]:
     """The sizes that validators and estimates ask for, defaults resolved, as plain data.
 
     vocab_size are the rows of embedding and head, padding included, as those are what is cut. ffn_dim is absent where
-    every layer has experts, n_experts where none has; "parameters" and "block_parameters" (of the greatest block) where
-    they cannot be counted (`num_parameters`).
+    every layer has experts; n_experts, moe_top_k, moe_layers (how many have experts), expert_dim and shared_dim where
+    none has; mlp_matrices where the feed-forward half is not kforge's. loss_chunk_tokens is 0 for all logits at once.
+    "parameters" and "block_parameters" (of the greatest block) where they cannot be counted (`num_parameters`).
     """
     shape: dict[str, int | bool] = {
         "vocab_size": config.vocab_rows,
@@ -90,12 +91,22 @@ def model_shape(config: ModelConfig) -> dict[str, int | bool]:
         "softcap": bool(config.attn_softcap),
         "sinks": config.sinks,
         "mtp_depth": config.mtp_depth,
+        "loss_chunk_tokens": 0 if config.loss == "cross_entropy" else config.loss_chunk_tokens,
+        "qk_norm": config.qk_norm != "none",
     }
     layers = range(config.n_layers + config.mtp_depth)
     if not all(map(config.has_experts, layers)):
         shape["ffn_dim"] = config.ffn_size
+    if config.mlp in _MLPS:
+        shape["mlp_matrices"] = _MLPS[config.mlp]
     if config.n_experts:
-        shape["n_experts"] = config.n_experts
+        shape |= {
+            "n_experts": config.n_experts,
+            "moe_top_k": config.moe_top_k,
+            "moe_layers": sum(map(config.has_experts, range(config.n_layers))),
+            "expert_dim": config.expert_size,
+            "shared_dim": config.shared_size,
+        }
     parameters, blocks = num_parameters(config), [_block_parameters(config, layer) for layer in layers]
     if parameters is not None:
         shape |= {"parameters": parameters, "block_parameters": max(block for block in blocks if block is not None)}

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kforge_parallel.compile import compile_blocks as compile_blocks
     from kforge_parallel.config import ParallelConfig as ParallelConfig
     from kforge_parallel.context import shard_rows as shard_rows
+    from kforge_parallel.estimate import Estimate as Estimate
+    from kforge_parallel.estimate import Work as Work
+    from kforge_parallel.estimate import estimate_layout as estimate_layout
     from kforge_parallel.fsdp import full_parameters as full_parameters
     from kforge_parallel.fsdp import full_state as full_state
     from kforge_parallel.fsdp import set_last_microbatch as set_last_microbatch
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from kforge_parallel.precision import precision_of as precision_of
     from kforge_parallel.precision import precision_table as precision_table
     from kforge_parallel.replicas import check_replicas as check_replicas
+    from kforge_parallel.shape import ModelShape as ModelShape
+    from kforge_parallel.shape import Parameter as Parameter
+    from kforge_parallel.shape import decoder_parameters as decoder_parameters
+    from kforge_parallel.shape import parameters_of as parameters_of
     from kforge_parallel.world import World as World
     from kforge_parallel.world import choose_device as choose_device
     from kforge_parallel.world import expand_hosts as expand_hosts
@@ -43,16 +50,22 @@ if TYPE_CHECKING:
 # of something public in it: importing the module would put it in that thing's place.
 _HOME = {
     "LAYOUT_CLASSES": "layout",
+    "Estimate": "estimate",
     "Mesh": "mesh",
     "MeshTable": "picture",
+    "ModelShape": "shape",
     "ParallelConfig": "config",
+    "Parameter": "shape",
     "Pipeline": "pipeline",
     "Precision": "precision",
+    "Work": "estimate",
     "World": "world",
     "check_layout": "layout",
     "check_replicas": "replicas",
     "choose_device": "world",
     "compile_blocks": "compile",
+    "decoder_parameters": "shape",
+    "estimate_layout": "estimate",
     "expand_hosts": "world",
     "find_world": "world",
     "full_parameters": "fsdp",
@@ -61,6 +74,7 @@ _HOME = {
     "mesh_table": "picture",
     "offload_blocks": "offload",
     "parallelize": "build",
+    "parameters_of": "shape",
     "phase": "phases",
     "precision_of": "precision",
     "precision_table": "precision",

@@ -10,6 +10,7 @@ Ranks are laid out row by row over two arrangements of the same processes, each 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from kforge_parallel.config import ParallelConfig
 
@@ -50,6 +51,27 @@ def resolve_axes(config: ParallelConfig, world_size: int) -> dict[str, int]:
 def expert_shard(axes: dict[str, int]) -> int:
     """Ranks that share the parameters of one expert inside a replica: what ``ep`` leaves of the inner axes."""
     return axes["dp_shard"] * axes["cp"] * axes["tp"] // axes["ep"]
+
+
+def places(rank: int, axes: dict[str, int]) -> dict[str, int]:
+    """Where a rank stands on each axis of both roots, ``expert_shard`` and ``ep`` on the second."""
+    found = {}
+    experts = {**axes, "expert_shard": expert_shard(axes)}
+    for root in (AXES, EXPERT_AXES):
+        left = rank
+        for name in reversed(root):
+            left, found[name] = divmod(left, experts[name])
+    return found
+
+
+def shard_dim(shape: Sequence[int], shards: int) -> int:
+    """Along which dimension FSDP shards a parameter: the first; of a stack of matrices [parts, …] whose parts cannot be
+    dealt out evenly, the first other one that can."""
+    if len(shape) > 2 and shape[0] % shards:
+        for dim in range(1, len(shape)):
+            if shape[dim] % shards == 0:
+                return dim
+    return 0
 
 
 def _start(wanted: int, world_size: int, before: str = "") -> str:

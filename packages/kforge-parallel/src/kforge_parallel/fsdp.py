@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from kforge_parallel.axes import shard_dim
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.precision import Precision
 
@@ -150,16 +151,6 @@ def _check_units(model: nn.Module, units: list[list[nn.Module]], blocks: int) ->
                 f"a {type(module).__name__} is used in {count} FSDP units, each of which would gather and free its "
                 "weights; use it inside one block, or make a module for each and tie nothing"
             )
-
-
-def shard_dim(shape: torch.Size, shards: int) -> int:
-    """Along which dimension a parameter is sharded: the first; of a stack of matrices [parts, …] whose parts cannot be
-    dealt out evenly, the first other one that can."""
-    if len(shape) > 2 and shape[0] % shards:
-        for dim in range(1, len(shape)):
-            if shape[dim] % shards == 0:
-                return dim
-    return 0
 
 
 def _local_shape(parameter: nn.Parameter) -> torch.Size:

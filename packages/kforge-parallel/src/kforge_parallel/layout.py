@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 from kforge_parallel.axes import AXES, resolve_axes
@@ -42,6 +42,13 @@ _SHAPE_KEYS = (
     "softcap",
     "sinks",
     "mtp_depth",
+    "moe_top_k",
+    "moe_layers",
+    "expert_dim",
+    "shared_dim",
+    "mlp_matrices",
+    "qk_norm",
+    "loss_chunk_tokens",
 )
 """What may be said of a model; see `check_layout` for those that are looked at."""
 
@@ -66,18 +73,14 @@ def check_layout(
 
     shape: sizes of the model. n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers, n_experts, and softcap, sinks and
         mtp_depth, which are 0 or false where the model has none, are checked where they are there; dim, head_dim,
-        max_seq_len, tie_embeddings, parameters and block_parameters may be there too. Any other key is refused: a
-        misspelt one would leave its size unchecked. None: the model is not looked at.
+        max_seq_len, tie_embeddings, parameters, block_parameters and what estimates ask for (`ModelShape`) may be there
+        too. Any other key is refused: a misspelt one would leave its size unchecked. None: the model is not looked at.
     row_tokens: tokens of a row, checked where ranks hold parts of rows.
     microbatches: of each data rank in a step, checked where the schedule of a pipeline asks for a number.
 
     Nothing is contacted. Raises ValueError with the numbers, the options and what to change.
     """
-    for key in shape or ():
-        if key not in _SHAPE_KEYS:
-            near = difflib.get_close_matches(str(key), _SHAPE_KEYS, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"use some of {', '.join(_SHAPE_KEYS)}"
-            raise ValueError(f"shape has an unknown key {key!r}; {hint}")
+    check_keys(shape or ())
     try:
         axes = resolve_axes(config, world_size)
     except ValueError:
@@ -110,6 +113,15 @@ def check_layout(
             "to false"
         )
     return axes
+
+
+def check_keys(shape: Iterable[str]) -> None:
+    """Raise ValueError for a size that no shape has, with the near ones."""
+    for key in shape:
+        if key not in _SHAPE_KEYS:
+            near = difflib.get_close_matches(str(key), _SHAPE_KEYS, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"use some of {', '.join(_SHAPE_KEYS)}"
+            raise ValueError(f"shape has an unknown key {key!r}; {hint}")
 
 
 def check_row(tokens: int, cp: int, style: str, tp: int = 1) -> None:

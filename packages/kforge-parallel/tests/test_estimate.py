@@ -1,0 +1,169 @@
+"""Estimates against numbers counted by hand, and against ranks of a model that is not kforge's."""
+
+import mixture
+import pytest
+import torch
+
+from kforge_parallel import ParallelConfig, Work, estimate_layout, parameters_of
+from kforge_parallel.estimate import in_flight
+from kforge_testing import run_ranks
+
+SHAPE = {"vocab_size": 1000, "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 192}
+BLOCK = 8 * 16 * 64 + 64 * 64 + 3 * 64 * 192 + 2 * 64
+ENDS = 1000 * 64
+WHOLE = 4 * BLOCK + 2 * ENDS + 64
+WORK = Work(row_tokens=128, microbatch_rows=2, microbatches=4)
+
+
+def told(work=WORK, world=1, shape=SHAPE, rank=None, **options):
+    return estimate_layout(shape, ParallelConfig(device="cuda", **options), world, work, rank=rank)
+
+
+def test_weights_gradients_and_state_are_counted_by_element():
+    one = told()
+    tensors = 4 * 6 + 3
+    assert (one.parameters, one.gradients) == (4 * WHOLE, 4 * WHOLE)
+    assert one.moments == 8 * WHOLE + 4 * tensors  # and a counter each
+    lean = told(storage="split", work=Work(row_tokens=128, moments="bf16"))
+    assert (lean.parameters, lean.gradients, lean.moments) == (2 * WHOLE, 4 * WHOLE, 6 * WHOLE + 4 * tensors)
+    assert told(storage="split", world=2).gradients == WHOLE  # FSDP gives them in the dtype of the weights
+    assert told(precision="fp64").moments == 16 * WHOLE + 4 * tensors
+    assert told(work=Work(row_tokens=128, optimizer="lion", ema=True)).moments == 8 * WHOLE
+    assert told(work=Work(row_tokens=128, optimizer="none")).moments == 0
+
+
+def test_shards_of_all_ranks_are_the_whole():
+    sizes = {"vocab_size": 1000, "dim": 60, "n_layers": 3, "n_heads": 4, "ffn_dim": 180, "n_experts": 6}
+    for options in ({"dp_shard": 8}, {"dp_shard": 8, "ep": 2}, {"dp_shard": 4, "cp": 2, "ep": 2}):
+        of_ranks = [told(shape=sizes, world=8, rank=rank, **options).parameters for rank in range(8)]
+        assert sum(of_ranks) == told(shape=sizes).parameters
+        assert len({*of_ranks}) > 1  # no size divides by 8
+        assert told(shape=sizes, world=8, **options).peak == told(shape=sizes, world=8, rank=0, **options).peak
+
+
+def test_activations_of_a_compiled_block():
+    # x, two norms' outputs and the sum between, all of 64; q, k, v, out; gate and up, their product; fp32 statistics
+    token = 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 192) + 2 * 4 + 4 * 4
+    assert told(compile=True).activations == 4 * 256 * token
+    assert told(compile=True, recompute="full").activations == 4 * 256 * 2 * 64
+    assert told(compile=True, recompute="full", recompute_every=2).activations == 2 * 256 * (token + 2 * 64)
+    assert told(compile=True, offload_activations=True).activations == 2 * 256 * token
+    assert told(compile=True, offload_activations=True).host == 4 * 256 * token
+
+
+def test_selective_recomputation_lies_between():
+    none, some, full = (told(recompute=mode) for mode in ("none", "selective", "full"))
+    assert full.activations < some.activations < none.activations
+    assert none.recomputed == some.recomputed == 0 < full.recomputed
+    # the products of a block, and half of each row for a token to see; four microbatches of 256 tokens
+    assert full.recomputed == 4 * 256 * 4 * (2 * (BLOCK - 2 * 64) + 4 * 64 * 129 / 2)
+    attention = told(recompute="selective", recompute_keep=("attention",))
+    assert attention.recomputed == 4 * 256 * 4 * 2 * (BLOCK - 2 * 64)
+    assert full.activations < attention.activations < some.activations
+
+
+def test_ranks_that_split_rows_or_matrices_share_activations():
+    whole = told(compile=True)
+    tp = told(compile=True, world=2, tp=2)
+    without = told(compile=True, world=2, tp=2, sequence_parallel=False)
+    assert whole.activations / 2 < tp.activations < without.activations < whole.activations
+    assert told(world=2, cp=2, cp_style="ring").activations < told().activations
+    assert tp.logits < whole.logits
+
+
+def test_what_is_gathered_and_summed():
+    freed, kept = told(world=2), told(world=2, reshard_after_forward=False)
+    assert kept.gathered == 2 * WHOLE
+    assert freed.gathered == 2 * (ENDS + 64) + 2 * 2 * BLOCK
+    assert told(world=2, prefetch=3).gathered == 2 * (ENDS + 64) + 4 * 2 * BLOCK
+    assert freed.sums == 4 * WHOLE + 6 * (ENDS + 64)
+    assert told(world=2, accumulate="sharded").sums == 2 * WHOLE + 6 * (ENDS + 64)
+    eight = told(world=2, fp8="tensorwise", reshard_after_forward=False)
+    assert kept.gathered - eight.gathered == 4 * (BLOCK - 2 * 64)
+
+
+def test_bytes_sent():
+    freed, kept = told(world=4), told(world=4, reshard_after_forward=False)
+    ends, blocks = 2 * ENDS + 64, 4 * BLOCK
+    assert kept.sent["dp_shard"] == int((2 * 4 + 4) * WHOLE * 3 / 4)  # a gather a microbatch, one reduction in fp32
+    assert freed.sent["dp_shard"] == int((2 * 4 * (ends + 2 * blocks) + 4 * WHOLE) * 3 / 4)
+    copies = told(world=4, dp_replicate=2, dp_shard=2)
+    assert copies.sent["dp_replicate"] == 2 * 4 * WHOLE // 2 // 2
+    # of a microbatch's hidden states each rank sends half: around two halves of 4 blocks, 4 times each, and the ends
+    half = 256 * 2 * 64 // 2
+    assert told(world=2, tp=2).sent["tp"] == 4 * half * (4 * 2 * 4 + 2 * 2)
+    assert told(world=2, tp=2, recompute="full").sent["tp"] == 4 * half * (6 * 2 * 4 + 2 * 2)
+    assert told(world=2, pp=2, rank=1).sent["pp"] == 4 * 256 * 2 * 64
+    mixed = told(shape={**SHAPE, "n_experts": 4}, world=2, ep=2)
+    assert mixed.sent["ep"] == 4 * 4 * 4 * (256 * 2) * 2 * 64 // 2  # two choices, there and back, forward and backward
+    assert told(world=2, cp=2).sent["cp"] > 0 == told().sent["cp"]
+
+
+def test_microbatches_under_way():
+    def held(word, **more):
+        return [in_flight(ParallelConfig(pp_schedule=word, **more), 4, rank, 8) for rank in range(4)]
+
+    assert held("gpipe") == [8, 8, 8, 8]
+    assert held("1f1b") == [4, 3, 2, 1]
+    assert held("interleaved_1f1b") == [5.5, 4.5, 3.5, 2.5]
+    assert held("zbv") == [4, 4, 4, 4]
+    assert in_flight(ParallelConfig(), 1, 0, 8) == 1
+
+
+def test_stages_have_their_own_part():
+    first, last = (told(world=4, pp=4, dp_shard=1, rank=rank) for rank in (0, 3))
+    assert first.parameters == 4 * (BLOCK + ENDS) and last.parameters == 4 * (BLOCK + ENDS + 64)
+    assert first.activations == 4 * last.activations and first.logits == 0 < last.logits
+    assert told(world=4, pp=4, dp_shard=1).peak == max(told(world=4, pp=4, dp_shard=1, rank=r).peak for r in range(4))
+
+
+def test_offload_leaves_the_device():
+    away = told(cpu_offload=True)
+    assert away.host == 16 * WHOLE + 4 * 27 and away.peak < told().peak - 12 * WHOLE
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="microbatches = 0 must be at least 1"):
+        Work(row_tokens=8, microbatches=0)
+    with pytest.raises(ValueError, match="optimizer = 'sgd': of its state nothing is known; use one of adamw"):
+        Work(row_tokens=8, optimizer="sgd")
+    with pytest.raises(ValueError, match="unknown key 'n_haeds'"):
+        told(shape={**SHAPE, "n_haeds": 4})
+    bare = parameters_of(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"nothing says how it cuts 0\.weight"):
+        estimate_layout(SHAPE, ParallelConfig(tp=2), 2, WORK, parameters=bare)
+
+
+def test_the_table_says_what_the_most_is_needed_for():
+    table = str(told(world=8, tp=2))
+    assert table.startswith("rank 0 of dp_shard 4 × tp 2: ")
+    assert "at most, at the " in table and "activations" in table and "sent in a step: dp_shard" in table
+
+
+def bytes_of(rank, world, options):
+    from kforge_parallel import launch, parallelize
+    from kforge_parallel._torch import local_tensor
+
+    mesh = launch(ParallelConfig(precision="fp32", device="cpu", **options))
+    model = parallelize(mixture.four, mesh, init=mixture.fill, gradients="sum")
+    mixture.loss(model, mixture.BATCH, 1.0).backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    state = [t for kinds in optimizer.state.values() for t in kinds.values()]
+    return [
+        sum(local_tensor(t).nbytes for t in ts)
+        for ts in ([*model.parameters()], [p.grad for p in model.parameters()], state)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 4}, {"tp": 2, "dp_shard": 2, "ep": 2}]
+)
+def test_a_model_of_another_kind_is_counted_exactly(options):
+    with torch.device("meta"):
+        listed = parameters_of(mixture.four())
+    shape = {"vocab_size": 12, "dim": 6, "n_layers": 2, "n_heads": 2, "n_experts": 4}
+    config = ParallelConfig(precision="fp32", **options)
+    for rank, found in enumerate(run_ranks(bytes_of, 4, options, init=False)):
+        e = estimate_layout(shape, config, 4, Work(row_tokens=8), rank=rank, parameters=listed)
+        assert [e.parameters, e.gradients, e.moments] == found
