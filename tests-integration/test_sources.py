@@ -1,10 +1,12 @@
 """Every kind of source is reached from a job, and what is read from it is what it holds."""
 
+import json
+
 import numpy as np
 import pytest
 from jobs import VOCAB, job, train, values
 
-from kforge_data import ShardWriter, TokenShards, write_megatron
+from kforge_data import ShardWriter, TokenShards, tokenize_files, train_tokenizer, write_megatron
 from kforge_testing import run_ranks
 from kforge_train import ConfigError, JobConfig
 from kforge_train.build import check
@@ -56,6 +58,19 @@ def test_every_kind_of_source_trains_alike(copies, losses, kind):
 
 def test_documents_of_a_file_without_their_end_are_one(copies, losses):
     assert losses(**copies["npy"]) != losses(**{**copies["npy"], "data__eos_id": None})
+
+
+@pytest.mark.parametrize("kind", ["lines.jsonl", "dataset"])
+def test_text_trains_as_its_tokens_do(kind, losses, tmp_path):
+    texts = [f"{i} and {i * i} make {i + i * i}. " * (1 + i % 7) for i in range(60)]
+    tokenizer = train_tokenizer(texts, vocab_size=300)
+    tokenizer.save(tmp_path / "t.json")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    tokenize_files([tmp_path / "lines.jsonl"], tmp_path / "tokens", tokenizer=tokenizer, field="body")
+    more = {"model__vocab_size": 300, "data__tokenizer": str(tmp_path / "t.json"), "data__heldout": ""}
+    expected = losses(data__train=str(tmp_path / "tokens"), **more)
+    place = str(tmp_path / kind) if kind == "lines.jsonl" else f"datasets://{tmp_path}/lines.jsonl"
+    assert losses(data__train=place, data__text_field="body", **more) == expected
 
 
 def test_a_document_that_is_there_twice_is_scored_once(tmp_path):

@@ -228,6 +228,8 @@ ELSEWHERE = {
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
     "data.dtype": "test_every_kind_of_source_trains_alike (test_sources.py)",
     "data.eos_id": "test_every_kind_of_source_trains_alike (test_sources.py)",
+    "data.text_field": "test_text_trains_as_its_tokens_do (test_sources.py)",
+    "data.cache_wait_s": "test_one_builds_while_others_wait (test_cached.py)",
     "data.mask_duplicates": "test_a_document_that_is_there_twice_is_scored_once (test_sources.py)",
     "data.accept_changed_data": "test_a_changed_mixture_is_refused_or_accepted (test_sources.py)",
     "optim.offload": "test_what_is_stepped_are_copies_and_the_model_gets_them_back (test_offload.py)",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before `datasets` is imported, which reads them then: no network, and no files in the user's folders.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="kforge-hf-")
 
 from kforge_data import ShardWriter, Tokenizer, TokenShards, train_tokenizer
 
@@ -50,3 +57,7 @@ def texts() -> list[str]:
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return train_tokenizer(TEXTS, vocab_size=300)
+
+
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)

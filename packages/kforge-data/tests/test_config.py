@@ -58,7 +58,8 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
 
 SOURCE = {
     *("train", "heldout", "tokenizer", "mixture", "mixture_by", "mixture_temperature", "phases"),
-    *("dtype", "eos_id", "packing", "cache", "mask_short", "mask_duplicates"),
+    *("dtype", "eos_id", "packing", "cache", "cache_wait_s", "text_field"),
+    *("mask_short", "mask_duplicates"),
     *("mask_repetition", "repetition_period", "answer_start", "answer_end"),
 }
 """Fields that say what the source is, and what is done to its rows."""

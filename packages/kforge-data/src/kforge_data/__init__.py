@@ -15,6 +15,7 @@ from kforge_data._version import __version__
 if TYPE_CHECKING:
     from kforge_data.batch import Batch as Batch
     from kforge_data.best_fit import PackedDocuments as PackedDocuments
+    from kforge_data.cached import cached_tokens as cached_tokens
     from kforge_data.config import DataConfig as DataConfig
     from kforge_data.convert import convert_tokens as convert_tokens
     from kforge_data.corpus import CorpusReport as CorpusReport
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from kforge_data.documents import read_documents as read_documents
     from kforge_data.duplicates import duplicate_documents as duplicate_documents
     from kforge_data.duplicates import write_deduplicated as write_deduplicated
+    from kforge_data.hugging_face import DatasetStream as DatasetStream
+    from kforge_data.hugging_face import DatasetTexts as DatasetTexts
     from kforge_data.loader import Loader as Loader
     from kforge_data.loader import evaluation_batches as evaluation_batches
     from kforge_data.loader import evaluation_rows as evaluation_rows
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from kforge_data.ngram import KneserNeyBigram as KneserNeyBigram
     from kforge_data.ngram import NgramBaseline as NgramBaseline
     from kforge_data.ngram import ngram_baseline as ngram_baseline
+    from kforge_data.opening import open_configured as open_configured
     from kforge_data.opening import open_tokens as open_tokens
     from kforge_data.opening import row_transforms as row_transforms
     from kforge_data.opening import training_phases as training_phases
@@ -69,6 +73,8 @@ _HOME = {
     "Batch": "batch",
     "CorpusReport": "corpus",
     "DataConfig": "config",
+    "DatasetStream": "hugging_face",
+    "DatasetTexts": "hugging_face",
     "KneserNeyBigram": "ngram",
     "Loader": "loader",
     "MaskRepetition": "masks",
@@ -90,6 +96,7 @@ _HOME = {
     "TokenStream": "streams",
     "TokenizeReport": "tokenize",
     "Tokenizer": "tokenizer",
+    "cached_tokens": "cached",
     "convert_tokens": "convert",
     "duplicate_documents": "duplicates",
     "epoch_order": "order",
@@ -97,6 +104,7 @@ _HOME = {
     "evaluation_rows": "loader",
     "mask_documents": "masks",
     "ngram_baseline": "ngram",
+    "open_configured": "opening",
     "open_tokens": "opening",
     "pack_rows": "packing",
     "read_documents": "documents",

@@ -19,7 +19,8 @@ class DataConfig:
 
     train: str = ""
     """What to train on: a folder of token shards, as `kforge-data tokenize` writes it; a .npy or raw .bin file of ids,
-    or a folder of them; or the .idx of a Megatron dataset. Empty: `mixture` says it."""
+    or a folder of them; the .idx of a Megatron dataset; or text, which is tokenized once into the cache: .jsonl, .txt
+    or .parquet files, or a dataset of Hugging Face as datasets://name?split=train. Empty: `mixture` says it."""
     mixture: tuple[dict[str, Any], ...] = ()
     """Several sources in the place of `train`, each with `name`, `path`, `weight` (default 1; 0: not before a phase)
     and perhaps `max_epochs`, after which its share goes to the others: [{name = "web", path = "web", weight = 8}]."""
@@ -41,10 +42,15 @@ class DataConfig:
     """How documents fill rows. "cut": end to end, cut where a row is full. "best_fit": no document that fits into a row
     is cut; rows end in a little padding. "truncate": so, and of a longer document only the first row is kept."""
     cache: str = ""
-    """Folder for plans of rows and other things that are computed once. Empty: $KFORGE_DATA_CACHE, else under the
-    user's cache folder."""
+    """Folder for plans of rows, tokens of text and other things that are computed once. Empty: $KFORGE_DATA_CACHE, else
+    under the user's cache folder."""
+    cache_wait_s: float = 21600.0
+    """Seconds that a process waits for another one of its machine that is filling the cache, as text is tokenized."""
     tokenizer: str = ""
-    """The tokenizer.json that made the shards; used to print text and checked by fingerprint. Empty: not needed."""
+    """The tokenizer.json that made the shards; used to print text and checked by fingerprint, and to tokenize text that
+    is trained on. Empty: not needed."""
+    text_field: str = "text"
+    """The key or column of the text in .jsonl and .parquet files and in datasets that do not name one (?field=…)."""
     row_tokens: int = 512
     """Length of a row, in tokens."""
     global_rows: int = 32
@@ -112,6 +118,10 @@ class DataConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"data.{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if not self.cache_wait_s >= 0:
+            raise ValueError(f"data.cache_wait_s = {self.cache_wait_s} must be a number of seconds of at least 0")
+        if not self.text_field:
+            raise ValueError("data.text_field is empty; name the key or column of the text")
         if not self.mixture_temperature > 0:
             raise ValueError(f"data.mixture_temperature = {self.mixture_temperature} must be above 0")
         if self.train and self.mixture:

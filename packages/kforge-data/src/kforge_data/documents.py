@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from kforge_data.text_files import file_size, kind_of, list_files, needed, open_bytes
+from kforge_data.text_files import file_size, is_dataset, kind_of, list_files, needed, open_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,7 +99,8 @@ class Reading:
             passed = self.part if number == self.file else 0
             self.file, self.part = number, passed
             file = self.files[number]
-            for i, (place, text) in enumerate(self._parts(file)):
+            first = passed if is_dataset(file) else 0  # which can be read from anywhere
+            for i, (place, text) in enumerate(self._parts(file, first), first):
                 if i < passed:
                     continue
                 self.part = i + 1
@@ -116,7 +117,9 @@ class Reading:
                 else:
                     yield text
 
-    def _parts(self, file: str | Path) -> Iterator[tuple[str, str | _Bad]]:
+    def _parts(self, file: str | Path, first: int) -> Iterator[tuple[str, str | _Bad]]:
+        if is_dataset(file):
+            return _read_dataset(str(file), self._field, first)
         kind = kind_of(file)
         if kind == ".txt":
             return _read_txt(file, self._txt_documents, self._open)
@@ -128,6 +131,11 @@ class Reading:
         """Bytes of the files that have been read, packed as they are, and bytes in all."""
         if self._sizes is None:
             self._sizes = [file_size(file) for file in self.files]
+        if self.file < len(self.files) and is_dataset(self.files[self.file]):
+            from kforge_data.hugging_face import DatasetTexts
+
+            count = len(DatasetTexts(str(self.files[self.file]), field=self._field))
+            return sum(self._sizes[: self.file]) + self._sizes[self.file] * self.part // max(count, 1), sum(self._sizes)
         try:
             inside = min(self._open[-1].tell(), self._sizes[self.file]) if self._open else 0
         except ValueError:  # closed: at its end
@@ -210,6 +218,13 @@ def _read_jsonl(file: str | Path, field: str, opened: list[IO[bytes]]) -> Iterat
             yield f"{file}:{number}", text or ""
     if records and not having:
         raise ValueError(f"{file}: no record has the field {field!r}; the first one has {', '.join(others) or 'none'}")
+
+
+def _read_dataset(place: str, field: str, first: int) -> Iterator[tuple[str, str | _Bad]]:
+    from kforge_data.hugging_face import DatasetTexts
+
+    for number, text in enumerate(DatasetTexts(place, field=field).read(first), first + 1):
+        yield f"{place}:{number}", text or ""
 
 
 def _read_parquet(file: str | Path, field: str) -> Iterator[tuple[str, str | _Bad]]:

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kforge_data.best_fit import PackedDocuments
+from kforge_data.cached import WAIT_S, cached_tokens
+from kforge_data.hugging_face import parse_dataset
 from kforge_data.masks import AnswersOnly, MaskRepetition, mask_documents
 from kforge_data.megatron import MegatronTokens
 from kforge_data.mixture import Mixture
 from kforge_data.phases import RowPhase
 from kforge_data.raw import TokenFiles
 from kforge_data.shards import INDEX, TokenShards
+from kforge_data.text_files import is_dataset, kind_of
+from kforge_data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,15 +33,36 @@ def open_tokens(
     eos_id: int | None = None,
     vocab_size: int | None = None,
     cache: str | Path = "",
+    tokenizer: Tokenizer | None = None,
+    field: str = "text",
+    wait_s: float = WAIT_S,
 ) -> TokenStream:
     """The tokens at a path: a folder of token shards; Megatron's .idx, or a .bin with an .idx beside it; a .npy or raw
-    .bin, or a folder of them. ``dtype``, ``eos_id`` and ``vocab_size`` say what such files do not."""
+    .bin, or a folder of them. ``dtype``, ``eos_id`` and ``vocab_size`` say what such files do not.
+
+    Text (.jsonl, .txt, .parquet, a folder of them, or a dataset as ``datasets://name``) is tokenized once into the
+    cache, see `cached_tokens`; that takes the ``tokenizer``.
+    """
+    if is_dataset(path) or kind_of(path):
+        return _tokens_of(path, tokenizer, field, cache, wait_s)
     place = Path(path)
     if place.suffix in (".idx", ".bin") and place.with_suffix(".idx").exists():
         return MegatronTokens(place, vocab_size=vocab_size, eos_id=eos_id, cache=cache or None)
     if place.suffix in (".npy", ".bin") or (place.is_dir() and not (place / INDEX).exists() and _holds_files(place)):
         return TokenFiles(place, dtype=dtype or None, eos_id=eos_id, vocab_size=vocab_size, cache=cache or None)
+    if place.is_dir() and not (place / INDEX).exists() and any(map(kind_of, place.iterdir())):
+        return _tokens_of(path, tokenizer, field, cache, wait_s)
     return TokenShards(place)
+
+
+def _tokens_of(
+    path: str | Path, tokenizer: Tokenizer | None, field: str, cache: str | Path, wait_s: float
+) -> TokenStream:
+    if tokenizer is None:
+        raise ValueError(f"{path} is text, which takes a tokenizer; name its tokenizer.json (data.tokenizer)")
+    if is_dataset(path) and parse_dataset(str(path)).stream:
+        raise ValueError(f"{path} is read while training, and is wanted here as a set of tokens; leave out stream=1")
+    return cached_tokens([path], tokenizer=tokenizer, field=field, cache=cache or None, wait_s=wait_s)
 
 
 def _holds_files(folder: Path) -> bool:
@@ -50,10 +75,23 @@ def training_streams(config: DataConfig) -> dict[str, TokenStream]:
     result = {}
     for name, path in paths.items():
         try:
-            result[name] = open_tokens(path, dtype=config.dtype, eos_id=config.eos_id, cache=config.cache)
+            result[name] = open_configured(path, config)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.{'mixture ' + name if config.mixture else 'train'}: {error}") from error
     return result
+
+
+def open_configured(path: str, config: DataConfig) -> TokenStream:
+    """The tokens at a path, with what a config says of such."""
+    return open_tokens(
+        path,
+        dtype=config.dtype,
+        eos_id=config.eos_id,
+        cache=config.cache,
+        tokenizer=Tokenizer.load(config.tokenizer) if config.tokenizer else None,
+        field=config.text_field,
+        wait_s=config.cache_wait_s,
+    )
 
 
 def training_source(config: DataConfig, streams: dict[str, TokenStream] | None = None) -> MeasuredSource:

@@ -22,6 +22,11 @@ def needed(module: str, extra: str, what: str) -> Any:
         raise ValueError(f"{what} needs {module.split('.')[0]}: pip install 'kforge-data[{extra}]'") from error
 
 
+def is_dataset(place: str | Path) -> bool:
+    """Whether a place is a dataset of Hugging Face, as datasets://name; see `kforge_data.hugging_face`."""
+    return isinstance(place, str) and place.startswith("datasets://")
+
+
 def is_url(place: str | Path) -> bool:
     """Whether a place is a URL, as s3://bucket/key, and not a local path."""
     return isinstance(place, str) and "://" in place
@@ -42,9 +47,13 @@ def kind_of(file: str | Path) -> str:
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[str | Path]:
-    """The files named, and those of a known kind inside the folders named, sorted. ValueError for others."""
+    """The files named, and those of a known kind inside the folders named, sorted. ValueError for others. A dataset of
+    Hugging Face counts as one file."""
     files: list[str | Path] = []
     for given in inputs:
+        if is_dataset(given):
+            files.append(given)
+            continue
         if is_url(given):
             filesystem, path = needed("fsspec.core", "remote", str(given)).url_to_fs(str(given))
             is_folder, exists = filesystem.isdir(path), filesystem.exists(path)
@@ -71,6 +80,10 @@ def list_files(inputs: Sequence[str | Path]) -> list[str | Path]:
 
 def file_size(file: str | Path) -> int:
     """Bytes of a file as it lies there, packed or not; 0 where its store does not tell."""
+    if is_dataset(file):
+        from kforge_data.hugging_face import dataset_facts
+
+        return dataset_facts(str(file))[0]
     if not is_url(file):
         return Path(file).stat().st_size
     filesystem, path = needed("fsspec.core", "remote", str(file)).url_to_fs(str(file))

@@ -26,7 +26,7 @@ from kforge_data import (
     Source,
     Tokenizer,
     TokenStream,
-    open_tokens,
+    open_configured,
     pack_rows,
     row_transforms,
     training_phases,
@@ -346,7 +346,7 @@ def background(config: CkptConfig) -> dict[str, Any]:
 
 def open_heldout(data: DataConfig, path: str | Path = "") -> TokenStream:
     """The tokens that a job is evaluated on, or those at ``path``."""
-    return open_tokens(path or data.heldout, dtype=data.dtype, eos_id=data.eos_id, cache=data.cache)
+    return open_configured(str(path) or data.heldout, data)
 
 
 def attended_lengths(source: Source, data: DataConfig, row_tokens: int | None = None) -> list[int]:

@@ -1,0 +1,226 @@
+"""Texts of Hugging Face datasets, by the library `datasets`: whole ones by number, or streams by shard.
+
+A dataset is named as ``datasets://NAME``, and perhaps ``?split=train&subset=en&field=text&revision=main&stream=1``.
+NAME is a folder written by `save_to_disk`, a folder or file of parquet, JSON lines or text, or a name on the hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from kforge_data.text_files import needed
+
+SCHEME = "datasets://"
+_KEYS = ("split", "subset", "field", "revision", "stream")
+_FILES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".arrow": "arrow"}
+_READ = 256  # records that are taken from a dataset at a time
+_PARTS = 1024  # pieces that a dataset on this disk is cut into for lanes
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """What ``datasets://…`` says."""
+
+    name: str
+    split: str = "train"
+    subset: str | None = None
+    field: str = ""
+    """The column of the text; "" takes what the caller has as default."""
+    revision: str | None = None
+    stream: bool = False
+    """Read while training, rather than tokenized into a cache before."""
+
+    def __str__(self) -> str:
+        given = {"split": self.split, "subset": self.subset, "field": self.field, "revision": self.revision}
+        words = "&".join(f"{key}={value}" for key, value in given.items() if value)
+        return f"{SCHEME}{self.name}?{words}" + ("&stream=1" if self.stream else "")
+
+
+def parse_dataset(place: str) -> DatasetName:
+    """ValueError for an empty name and for keys or values that there are not."""
+    name, _, query = place.removeprefix(SCHEME).partition("?")
+    if not name:
+        raise ValueError(f"{place!r} names no dataset; write {SCHEME}NAME, with the name of a folder or on the hub")
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    if unknown := [key for key in given if key not in _KEYS]:
+        raise ValueError(f"{place!r} has no key {unknown[0]!r}; it has {', '.join(_KEYS)}")
+    stream = given.pop("stream", "0")
+    if stream not in ("0", "1"):
+        raise ValueError(
+            f"{place!r}: stream = {stream!r} must be 0 (tokenized into a cache) or 1 (read while training)"
+        )
+    if empty := [key for key, value in given.items() if not value]:
+        raise ValueError(f"{place!r}: {empty[0]} is empty; leave it out, or give it a value")
+    return DatasetName(name, stream=stream == "1", **given)
+
+
+@lru_cache(maxsize=8)
+def open_data(place: DatasetName) -> Any:
+    """The library's dataset, downloaded first where it is on the hub. ValueError that says why it cannot be."""
+    library = needed("datasets", "datasets", str(place))
+    with _explained(place):
+        if not _is_saved(Path(place.name)):
+            return library.load_dataset(**_arguments(place), split=place.split)
+        _refuse_subset(place)
+        data = library.load_from_disk(place.name)
+        if isinstance(data, library.DatasetDict):
+            if place.split not in data:
+                raise ValueError(f"{place} has no split {place.split!r}; it has {', '.join(data)}")
+            data = data[place.split]
+        return data
+
+
+def dataset_facts(place: str) -> tuple[int, str]:
+    """(bytes as it lies there, fingerprint of the library) of a dataset."""
+    data = open_data(parse_dataset(place))
+    return int(data.data.nbytes), str(data._fingerprint)
+
+
+class DatasetTexts:
+    """The texts of a dataset that lies on this disk, by number.
+
+    `fingerprint` is the library's. As shards for lanes it is cut into up to 1,024 pieces of neighbours.
+    """
+
+    def __init__(self, place: str | DatasetName, *, field: str = "text") -> None:
+        self.place = place if isinstance(place, DatasetName) else parse_dataset(place)
+        self.field = self.place.field or field
+        self.data: Any = open_data(self.place)
+        _check_field(self.place, self.field, self.data.column_names)
+        self.data = self.data.select_columns([self.field])
+        content = [self.data._fingerprint, self.field]
+        self.fingerprint = "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_again, (self.place, self.field)
+
+    def read(self, first: int = 0, last: int | None = None) -> Iterator[str | None]:
+        """Texts from number ``first`` on, up to ``last``; None and "" where there is none."""
+        last = len(self) if last is None else last
+        for at in range(first, last, _READ):
+            yield from _texts(self.data[at : min(at + _READ, last)][self.field], self.place, self.field)
+
+    # As shards.
+
+    @property
+    def shards(self) -> int:
+        """Pieces of neighbouring documents."""
+        return max(1, min(len(self), _PARTS))
+
+    def texts(self, shard: int, first: int = 0) -> Iterator[str | None]:
+        """Texts of a shard, from its document ``first`` on."""
+        begin, end = shard * len(self) // self.shards, (shard + 1) * len(self) // self.shards
+        return self.read(min(begin + first, end), end)
+
+
+class DatasetStream:
+    """The texts of a dataset as it is read, by shard: the files it consists of, or the row groups of parquet files.
+
+    Only the shards that are asked for are downloaded, as far as they are read.
+    """
+
+    def __init__(self, place: str | DatasetName, *, field: str = "text") -> None:
+        self.place = place if isinstance(place, DatasetName) else parse_dataset(place)
+        self.field = self.place.field or field
+        library = needed("datasets", "datasets", str(self.place))
+        with _explained(self.place):
+            builder = library.load_dataset_builder(**_arguments(self.place))
+            data = builder.as_streaming_dataset(split=self.place.split)
+        if data.column_names is not None:
+            _check_field(self.place, self.field, data.column_names)
+        self.data: Any = data.reshard() if hasattr(data, "reshard") else data
+        content = [self.place.split, self.place.subset, self.field, self.shards, _content_of(builder, self.place)]
+        self.fingerprint = "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def shards(self) -> int:
+        """Files, or row groups of parquet files."""
+        return int(self.data.num_shards)
+
+    def texts(self, shard: int, first: int = 0) -> Iterator[str | None]:
+        """Texts of a shard, from its document ``first`` on; what lies before is passed over as tables."""
+        one = self.data.shard(num_shards=self.shards, index=shard).with_format("arrow")
+        # By `iter`, as iteration itself would leave part of the shard to other workers of torch's DataLoader.
+        for table in (one.skip(first) if first else one).iter(batch_size=_READ):
+            _check_field(self.place, self.field, table.column_names)
+            yield from _texts(table.column(self.field).to_pylist(), self.place, self.field)
+
+
+def open_shards(place: str | DatasetName, *, field: str = "text") -> DatasetTexts | DatasetStream:
+    """The texts of a dataset by shard, from this disk where `save_to_disk` has written it, else as a stream."""
+    parsed = place if isinstance(place, DatasetName) else parse_dataset(place)
+    return (DatasetTexts if _is_saved(Path(parsed.name)) else DatasetStream)(parsed, field=field)
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _refuse_subset(place: DatasetName) -> None:
+    for key in ("subset", "revision"):
+        if getattr(place, key):
+            raise ValueError(f"{place}: a folder of save_to_disk has no {key}; leave it out")
+
+
+def _arguments(place: DatasetName) -> dict[str, Any]:
+    path = Path(place.name)
+    if path.is_file():
+        _refuse_subset(place)
+        name = path.name.removesuffix(".gz").removesuffix(".zst")
+        kind = _FILES.get(Path(name).suffix)
+        if kind is None:
+            raise ValueError(f"{place.name} is neither {' nor '.join(_FILES)}, and its format is not guessed")
+        return {"path": kind, "data_files": {place.split: str(path)}}
+    return {"path": place.name, "name": place.subset, "revision": place.revision}
+
+
+def _content_of(builder: Any, place: DatasetName) -> Any:
+    """What names the content of a stream: names and sizes of local files, or the commit that the hub has."""
+    files = (builder.config.data_files or {}).get(place.split)
+    if files is None:
+        return [builder.dataset_name, str(builder.config.version), builder.hash]
+    if all(Path(str(file)).is_file() for file in files):
+        return sorted([Path(str(file)).name, Path(str(file)).stat().st_size] for file in files)
+    origins = [list(map(str, origin)) for origin in files.origin_metadata]
+    return [[str(file) for file in files], origins]
+
+
+class _explained:
+    """Errors of the library as a ValueError that names the dataset."""
+
+    def __init__(self, place: DatasetName) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+        if isinstance(error, OSError | ValueError | RuntimeError) and not str(error).startswith(str(self._place)):
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"{self._place} cannot be opened: {lines[0]}") from error
+
+
+def _check_field(place: DatasetName, field: str, columns: list[str]) -> None:
+    if field not in columns:
+        raise ValueError(f"{place} has no column {field!r}; it has {', '.join(columns)}. Name one: ?field=…")
+
+
+def _texts(column: list[Any], place: DatasetName, field: str) -> Iterator[str | None]:
+    for text in column:
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{place}: column {field!r} holds a {type(text).__name__}, not text")
+        yield text
+
+
+def _open_again(place: DatasetName, field: str) -> DatasetTexts:
+    return DatasetTexts(place, field=field)

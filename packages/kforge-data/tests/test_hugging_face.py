@@ -1,0 +1,101 @@
+"""Names of datasets, their texts by number and by shard, and errors that say what to mend."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kforge_data import DatasetStream, DatasetTexts, open_tokens
+from kforge_data.hugging_face import DatasetName, open_shards, parse_dataset
+
+TEXTS = [f"document {i}" for i in range(95)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The texts as three files of JSON lines, as parquet of ten row groups, and as `save_to_disk` writes them."""
+    import datasets
+
+    (tmp_path / "lines").mkdir()
+    for number in range(3):
+        part = TEXTS[number * 95 // 3 : (number + 1) * 95 // 3]
+        (tmp_path / "lines" / f"{number}.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in part))
+    data = datasets.Dataset.from_dict({"body": TEXTS})
+    data.to_parquet(tmp_path / "groups.parquet", batch_size=10)
+    data.save_to_disk(tmp_path / "saved")
+    return tmp_path
+
+
+def test_a_name_and_what_stands_behind_it() -> None:
+    place = parse_dataset("datasets://a/b?split=test&subset=en&field=body&revision=v1&stream=1")
+    assert place == DatasetName("a/b", "test", "en", "body", "v1", True)
+    assert parse_dataset(str(place)) == place
+    assert parse_dataset("datasets://a") == DatasetName("a", "train", None, "", None, False)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("datasets://", "names no dataset"),
+        ("datasets://a?splt=b", "has no key 'splt'; it has split, subset, field, revision, stream"),
+        ("datasets://a?stream=yes", "stream = 'yes' must be 0"),
+        ("datasets://a?split=", "split is empty"),
+    ],
+)
+def test_names_that_cannot_be(place: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_dataset(place)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "shards"),
+    [("lines", DatasetStream, 3), ("groups.parquet", DatasetStream, 10), ("saved", DatasetTexts, 95)],
+)
+def test_shards_have_every_text_once_and_begin_anywhere(name: str, kind: type, shards: int, folder: Path) -> None:
+    data = open_shards(f"datasets://{folder}/{name}", field="body")
+    assert type(data) is kind and data.shards == shards
+    parts = [list(data.texts(shard)) for shard in range(shards)]
+    assert list(itertools.chain(*parts)) == TEXTS
+    for shard in (0, shards - 1):
+        for first in (1, 7, len(parts[shard]), len(parts[shard]) + 1):
+            assert list(data.texts(shard, first)) == parts[shard][first:]
+    again = open_shards(f"datasets://{folder}/{name}?field=body")
+    assert again.fingerprint == data.fingerprint
+
+
+def test_a_changed_dataset_has_another_fingerprint(folder: Path) -> None:
+    before = open_shards(f"datasets://{folder}/lines", field="body").fingerprint
+    with open(folder / "lines" / "2.jsonl", "a") as file:
+        file.write(json.dumps({"body": "more"}) + "\n")
+    assert open_shards(f"datasets://{folder}/lines", field="body").fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lines?field=text", "has no column 'text'; it has body"),
+        ("lines?split=tset", "cannot be opened: Unknown split .tset"),
+        ("saved?subset=en", "a folder of save_to_disk has no subset"),
+        ("nothing/there", "cannot be opened: Couldn't (reach|find)"),
+    ],
+)
+def test_datasets_that_cannot_be_opened(name: str, message: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        DatasetTexts(f"datasets://{folder}/{name}" if name != "nothing/there" else f"datasets://{name}")
+
+
+def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "n.jsonl").write_text('{"n": 1}\n')
+    for kind in (DatasetTexts, DatasetStream):
+        data: Any = kind(f"datasets://{tmp_path}/n.jsonl?field=n")
+        with pytest.raises(ValueError, match="column 'n' holds a int, not text"):
+            list(data.texts(0))
+
+
+def test_a_stream_is_no_set_of_tokens(folder: Path, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="is read while training, and is wanted here as a set of tokens"):
+        open_tokens(f"datasets://{folder}/lines?stream=1&field=body", tokenizer=tokenizer)
