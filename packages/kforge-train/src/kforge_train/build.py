@@ -255,8 +255,9 @@ def _check_epochs(data: DataConfig, sources: Sequence[Source], steps: int) -> No
     for source, (first, row_tokens), end in zip(sources, lengths, ends, strict=True):
         limit = source.position_limit(row_tokens) if isinstance(source, Mixture) else None
         if limit is not None and limit < (wanted := size.before(end) - size.before(first)):
+            since = f" from step {first} on" if first else ""
             raise ConfigError(
-                f"train.steps = {steps} want {wanted} rows from step {first} on, and the mixture ends after {limit}, "
+                f"train.steps = {steps} want {wanted} rows{since}, and the mixture ends after {limit}, "
                 "when every source has given its max_epochs; raise one of them, or lower train.steps"
             )
 
