@@ -95,6 +95,7 @@ CHANGES = {
     "ckpt.mode": "sync",
     "ckpt.writer": "process",
     "ckpt.staging_gib": 1.0,
+    "ckpt.threads": 2,
     "resilience.stop_signals": ("SIGUSR2",),
     "metrics.every_steps": 2,
     "metrics.console": True,
@@ -311,6 +312,7 @@ def facets(config, run_dir):
         seen["weights"] = {n: (tuple(p.shape), p.dtype, p.sum().item()) for n, p in weights.items()}
         memory = parts.checkpointer._memory
         seen["staging"] = memory and (memory.limit_bytes == 2**30, memory.handle is not None)
+        seen["tensor files"] = {path.name for path in Path(parts.checkpointer.dir).glob("step_*/tensors-*.safetensors")}
         seen["remote"] = str(parts.checkpointer.remote)
         seen["steps"], seen["checkpoints"] = trainer.next_step, parts.checkpointer.steps()
     seen["plans"] = config.data.cache and [path.name for path in Path(config.data.cache).iterdir()]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from stateful import Box
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -23,6 +24,9 @@ WRITERS: list[dict[str, Any]] = [
     {"staging_bytes": 1},
     {"writer": "process"},
     {"writer": "process", "staging_bytes": 1},
+    {"threads": 3},
+    {"threads": 3, "staging_bytes": 1},
+    {"threads": 2, "writer": "process", "staging_bytes": 1},
 ]
 
 
@@ -64,6 +68,59 @@ def test_the_files_are_those_of_a_synchronous_save(tmp_path: Path) -> None:
         for name in ("sync", "thread", "process")
     ]
     assert contents[0] == contents[1] == contents[2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "async"}, {"mode": "async", "staging_bytes": 1}, {"mode": "async", "writer": "process"}],
+    ids=["sync", "thread", "little memory", "process"],
+)
+def test_several_files_at_once_hold_the_same_bytes_and_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    box = Box(**{f"w{i}": torch.randn(500 * i, 2) for i in range(6)}, n=1)
+    for name, threads in (("one", 1), ("three", 3)):
+        ckpt = Checkpointer(tmp_path / name, threads=threads, **options)
+        ckpt.save(1, {"box": box})
+        ckpt.close()
+        assert ckpt._memory is None or len(ckpt._memory.blocks) <= (2 if "staging_bytes" in options else 16)
+    one, three = (tmp_path / name / "step_00000001" for name in ("one", "three"))
+    assert sorted(path.name for path in three.glob("tensors-*")) == [
+        "tensors-00000-1.safetensors", "tensors-00000-2.safetensors", "tensors-00000.safetensors",
+    ]  # fmt: skip
+    tensors = [tensor for path in sorted(three.glob("tensors-*")) for tensor in load_file(path).items()]
+    expected = load_file(one / "tensors-00000.safetensors")
+    assert len(tensors) == 6 and all(expected[name].equal(tensor) for name, tensor in tensors)
+    back = Box(**{f"w{i}": torch.zeros(500 * i, 2) for i in range(6)}, n=0)
+    Checkpointer(tmp_path / "three", threads=3).restore({"box": back}, verify="full")
+    assert all(back.values[name].equal(value) for name, value in box.values.items() if name != "n")
+
+
+@pytest.mark.parametrize("memory", [1, None])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_one_of_several_files_that_cannot_be_written_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, memory: int | None
+) -> None:
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    write = files.write_block
+
+    def full_for_one(file: Any, block: Any) -> None:
+        if file.name.endswith("-1.safetensors"):
+            full()
+        write(file, block)
+
+    ckpt = Checkpointer(tmp_path, mode=mode, threads=3, **({"staging_bytes": memory} if mode == "async" else {}))
+    box = Box(**{f"w{i}": torch.ones(20_000) for i in range(6)})
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_block", full_for_one)
+        with pytest.raises(CheckpointError, match=r"OSError: \[Errno 28\] No space left on device$"):
+            ckpt.save(1, {"box": box})
+            ckpt.wait()
+    assert list(tmp_path.iterdir()) == []
+    assert ckpt.save(1, {"box": box})
+    ckpt.close()
+    assert ckpt.steps() == [1]
 
 
 def test_c26_at_each_point_the_latest_is_whole_and_the_one_before_is_there(
@@ -183,11 +240,10 @@ def test_the_process_that_writes_does_not_import_the_caller_s_script(tmp_path: P
     ckpt = Checkpointer(tmp_path, mode="async", writer="process")
     ckpt.save(1, {"box": Box(t=torch.zeros(3))})
     ckpt.wait()
-    assert ckpt._process is not None
     if sys.platform == "linux":
-        maps = Path(f"/proc/{ckpt._process.pid}/maps").read_text()
+        maps = Path(f"/proc/{ckpt._processes[0].pid}/maps").read_text()
         assert "libtorch" not in maps
-    pid = ckpt._process.pid
+    pid = ckpt._processes[0].pid
     ckpt.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -1,4 +1,4 @@
-"""One job at a time, and its error told once."""
+"""One job at a time, and its error told once; several at once, and the error that counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kforge_ckpt.background import Background
+from kforge_ckpt.background import Background, Stopped, at_once
 
 
 def test_a_job_is_waited_for_and_its_error_raised_once() -> None:
@@ -40,3 +40,30 @@ def test_the_next_job_waits_for_the_one_before_and_raises_its_error() -> None:
     background.start("four", lambda: order.append(4))
     background.wait()
     assert order == [1, 3, 4]
+
+
+def test_jobs_at_once_run_side_by_side_and_answer_in_order() -> None:
+    met = threading.Barrier(3, timeout=30)
+
+    def square(number: int) -> int:
+        met.wait()  # would break if one waited for another to end
+        return number**2
+
+    assert at_once(square, [1, 2, 3], 3) == [1, 4, 9]
+    assert at_once(abs, [-1, 2, -3], 1) == [1, 2, 3]
+
+
+def test_one_that_fails_stops_the_others_and_is_what_is_told() -> None:
+    failed, seen = threading.Event(), []
+
+    def work(number: int) -> None:
+        seen.append(number)
+        if number == 1:
+            failed.set()
+            raise OSError(28, "full")
+        assert failed.wait(30)
+        raise Stopped  # as one does that is cut off by the failure
+
+    with pytest.raises(OSError, match="full"):
+        at_once(work, [0, 1, 2, 3, 4], 2)
+    assert {0, 1} <= set(seen) and 4 not in seen

@@ -21,10 +21,11 @@ COMMITS_AT = commit.POINTS.index("renamed")
 
 def box_of(step: int, world: int) -> Box:
     """Everything in it says which step it is."""
-    tensor: torch.Tensor = torch.full((64, 8), float(step))
+    tensors = {name: torch.full((64, 8), float(step)) for name in ("t", "u")}
     if world > 1:
-        tensor = distribute_tensor(tensor, init_device_mesh("cpu", (world,)), [Shard(0)])
-    return Box(t=tensor, n=step, r=PerRank({"step": step, "t": torch.full((4,), float(step))}))
+        mesh = init_device_mesh("cpu", (world,))
+        tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
+    return Box(**tensors, n=step, r=PerRank({"step": step, "t": torch.full((4,), float(step))}))
 
 
 def die(*_: object) -> None:
@@ -49,8 +50,8 @@ def resume(rank: int, world: int, folder: str) -> tuple[int | None, list[int], l
     box = box_of(0, world)
     step = ckpt.restore({"box": box}, verify="full")
     assert step is not None and box.values["n"] == step
-    tensor = box.values["t"]
-    assert (tensor.full_tensor() if world > 1 else tensor).equal(torch.full((64, 8), float(step)))
+    for tensor in (box.values["t"], box.values["u"]):
+        assert (tensor.full_tensor() if world > 1 else tensor).equal(torch.full((64, 8), float(step)))
     assert [one["step"] for one in box.values["r"]] == [step] * len(box.values["r"])
     steps = ckpt.steps()
     latest = Path(folder, "latest").read_text().strip()
@@ -62,15 +63,19 @@ def resume(rank: int, world: int, folder: str) -> tuple[int | None, list[int], l
 
 THREAD = {"mode": "async", "overlap": True}
 PROCESS = {"mode": "async", "writer": "process"}
+SEVERAL = {"mode": "async", "overlap": True, "threads": 2}
 CASES = [
     *((1, 0, point, {}) for point in (*commit.POINTS, "tensor bytes")),
     *((1, 0, point, THREAD) for point in (*commit.POINTS, "tensor bytes")),
     *((1, 0, point, PROCESS) for point in commit.POINTS),
+    *((1, 0, point, SEVERAL) for point in ("tensor bytes", "tensors written", "marker written", "renamed")),
+    *((1, 0, point, {**PROCESS, "threads": 2}) for point in ("tensors written", "renamed")),
     *((2, 0, point, {}) for point in ("staged", "all ranks written", "marker written", "renamed", "prune renamed")),
     *((2, 0, point, THREAD) for point in ("staged", "all ranks written", "renamed")),
     *((2, 1, point, {}) for point in ("tensor bytes", "tensors written", "rank written")),
     *((2, 1, point, THREAD) for point in ("tensor bytes", "rank written")),
     *((2, 1, point, PROCESS) for point in ("tensors written",)),
+    *((2, 1, point, SEVERAL) for point in ("tensor bytes",)),
 ]
 
 
@@ -114,7 +119,7 @@ def failing_rank(rank: int, world: int, folder: str, victim: int, point: str, op
     ("victim", "point", "options"),
     [
         (victim, point, options)
-        for options in ({}, THREAD, PROCESS)
+        for options in ({}, THREAD, PROCESS, SEVERAL)
         for victim, point in (
             (1, "tensor bytes"),
             (1, "rank written"),
@@ -123,6 +128,7 @@ def failing_rank(rank: int, world: int, folder: str, victim: int, point: str, op
             (0, "marker written"),
         )
         if (point, options) != ("tensor bytes", PROCESS)  # written elsewhere: test_writer.py
+        and (options is not SEVERAL or point == "tensor bytes")
     ],
 )
 def test_one_rank_that_cannot_write_fails_all_and_leaves_nothing(

@@ -234,5 +234,25 @@ def own_group(rank: int, world: int, folder: str) -> tuple[int, int]:
     return tuple(box1.values["r"])  # type: ignore[return-value]
 
 
+def save_to_own_disk(rank: int, world: int, folder: str, options: dict[str, Any]) -> tuple[str, list[str]]:
+    """Each rank has a folder of its own where all should have one."""
+    ckpt = Checkpointer(f"{folder}/{rank}", **options)
+    tensor = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (world,)), [Shard(0)])
+    with pytest.raises(CheckpointError) as error:
+        ckpt.save(1, {"box": Box(t=tensor)})
+        ckpt.wait()
+    return str(error.value), ckpt.steps()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "async", "overlap": True, "remote": "memory://node-local"}], ids=["sync", "copied"]
+)
+def test_disks_of_single_hosts_are_refused_and_the_way_out_is_told(tmp_path: Path, options: dict[str, Any]) -> None:
+    for text, steps in run_ranks(save_to_own_disk, 2, str(tmp_path), options):
+        assert "rank 1: this rank does not see" in text and "save to an object store" in text
+        assert steps == []
+    assert list((tmp_path / "0").iterdir()) == []
+
+
 def test_with_and_without_a_process_group(tmp_path: Path) -> None:
     assert run_ranks(own_group, 2, str(tmp_path)) == [(0, 1), (0, 1)]

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kforge_ckpt import staging
+from kforge_ckpt.background import Stopped, at_once
 from kforge_ckpt.safetensors import flat_bytes
 from kforge_ckpt.staging import HostMemory, Staging
 
@@ -69,7 +70,28 @@ def test_a_writer_that_stops_lets_the_copy_end() -> None:
     assert bytes(next(copy.blocks()).wait()) == b"\1" * mmap.PAGESIZE
     copy.stop()
     copy.wait()
-    assert copy._ended.is_set() and copy._error is None and len(memory.blocks) == 2
+    assert copy._ended.is_set() and isinstance(copy._error, Stopped) and len(memory.blocks) == 2
+
+
+@pytest.mark.parametrize("limit", [1, None])
+def test_files_get_blocks_in_turns(limit: int | None) -> None:
+    """However little memory there is, all of them are written at once."""
+    page = mmap.PAGESIZE
+    sizes = [[3 * page, page + 1], [], [5 * page], [0], [7]]
+    pieces = [torch.full((size,), number, dtype=torch.uint8) for number, file in enumerate(sizes) for size in file]
+    memory = HostMemory(limit)
+    copy = Staging(pieces, memory, None, files=[len(file) for file in sizes])
+
+    def read(number: int) -> tuple[bytes, list[int]]:
+        blocks = [(bytes(block.wait()), block.offset // page) for block in copy.blocks(number)]
+        return b"".join(data for data, _ in blocks), [place for _, place in blocks]
+
+    got = at_once(read, range(5), 5)
+    assert [data for data, _ in got] == [bytes([number]) * sum(file) for number, file in enumerate(sizes)]
+    if limit is None:
+        assert [places for _, places in got] == [[0, 3, 5, 7, 9], [], [1, 4, 6, 8, 10], [], [2]]
+    else:
+        assert len(memory.blocks) == 2
 
 
 def test_what_the_copy_fails_with_is_raised_at_the_writer() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from kforge_ckpt import DamagedCheckpointError
 from kforge_ckpt.safetensors import DTYPES, write_tensors
@@ -19,17 +20,19 @@ from kforge_ckpt.storage import TensorReader, local_plan, read_index, united_lay
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def save(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    layout = united_layout([local_plan(tensors, first=True)], rank=0)
-    assert layout.file == ("tensors-00000.safetensors" if tensors else None)
-    if layout.file is not None:
-        write_tensors(folder / layout.file, layout.specs, layout.pieces(tensors))
+def save(folder: Path, tensors: dict[str, torch.Tensor], files: int = 1) -> dict[str, Any]:
+    layout = united_layout([(local_plan(tensors, first=True), files)], rank=0)
+    names = ["tensors-00000.safetensors", *(f"tensors-00000-{part}.safetensors" for part in range(1, files))]
+    assert [file.name for file in layout.files] == names[: len(tensors)]
+    for file in layout.files:
+        write_tensors(folder / file.name, file.specs, file.pieces(tensors))
     return layout.index
 
 
-def load(folder: Path, index: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    stored = read_index(json.dumps(index).encode(), folder / "tensors.json", {"tensors-00000.safetensors"})
-    reader = TensorReader(folder, stored)
+def load(folder: Path, index: dict[str, Any], tensors: dict[str, torch.Tensor], threads: int = 1) -> None:
+    files = {path.name for path in folder.glob("*.safetensors")}
+    stored = read_index(json.dumps(index).encode(), folder / "tensors.json", files)
+    reader = TensorReader(folder, stored, threads)
     reader.check(tensors)
     dcp.load(dict(tensors), storage_reader=reader, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
 
@@ -46,9 +49,10 @@ def bits(tensor: torch.Tensor) -> bytes:
         max_size=5,
     ),
     st.integers(0, 2**31),
+    st.integers(1, 3),
 )
 def test_every_dtype_and_shape_round_trips_bitwise(
-    tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, Any], seed: int
+    tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, Any], seed: int, files: int
 ) -> None:
     folder = tmp_path_factory.mktemp("dcp")
     torch.manual_seed(seed)
@@ -60,9 +64,16 @@ def test_every_dtype_and_shape_round_trips_bitwise(
         tensors[name] = tensor.transpose(0, -1) if turned and shape else tensor
         target = torch.zeros(shape, dtype=dtype)
         targets[name] = target.transpose(0, -1) if turned and shape else target
-    load(folder, save(folder, tensors), targets)
+    load(folder, save(folder, tensors, files), targets, threads=files)
     for name, tensor in tensors.items():
         assert bits(targets[name]) == bits(tensor)
+
+
+def test_files_of_a_rank_have_about_the_same_size(tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.zeros(size) for i, size in enumerate([700, 600, 500, 400, 300, 200, 100, 1])}
+    save(tmp_path, tensors, files=3)
+    data = [sum(t.nbytes for _, t in sorted(load_file(path).items())) for path in sorted(tmp_path.iterdir())]
+    assert sum(data) == 4 * 2801 and max(data) <= 4 * 1000  # of 933 at best
 
 
 def test_parameters_that_need_gradients_are_filled_in_place(tmp_path: Path) -> None:

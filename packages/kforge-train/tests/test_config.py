@@ -91,6 +91,7 @@ OTHER: dict[str, Any] = {
     "ckpt.init_exclude": ["head"],
     "ckpt.init_rename": {"a": "b"},
     "ckpt.writer": "process",
+    "ckpt.threads": 4,
     "ckpt.staging_gib": 4.0,
     "resilience.stop_signals": ["SIGTERM"],
 }

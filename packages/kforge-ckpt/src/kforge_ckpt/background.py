@@ -1,9 +1,42 @@
-"""One job at a time that goes on beside the caller."""
+"""Jobs that go on beside the caller, and some that go on beside one another."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class Stopped(Exception):
+    """Raised in a job because another one failed."""
+
+
+def at_once(work: Callable[[A], B], arguments: Sequence[A], threads: int) -> list[B]:
+    """``work`` on each argument, ``threads`` at a time; the results, in order. One that fails keeps those that have not
+    begun from it; what it failed with is raised when the others have ended."""
+    if threads == 1 or len(arguments) < 2:
+        return [work(argument) for argument in arguments]
+    failed = threading.Event()
+
+    def unless_failed(argument: A) -> B:
+        if failed.is_set():
+            raise Stopped
+        try:
+            return work(argument)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(threads, "ckpt-file") as pool:
+        jobs = [pool.submit(unless_failed, argument) for argument in arguments]
+    errors = [error for job in jobs if (error := job.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])
+    return [job.result() for job in jobs]
 
 
 class Background:

@@ -29,7 +29,7 @@ from kforge_ckpt.restoring import Plan, Saved, read_meta
 from kforge_ckpt.retention import Retention, read_scores, write_scores
 from kforge_ckpt.safetensors import header_of, write_tensors
 from kforge_ckpt.saving import Agreement, Collected, WriteTensors, collect, write, write_shared
-from kforge_ckpt.staging import HostMemory, Staging
+from kforge_ckpt.staging import HostMemory, Staging, room_for
 from kforge_ckpt.state import Json, Stateful, enter_forms
 from kforge_ckpt.storage import Layout
 from kforge_ckpt.writer import WriterProcess
@@ -73,6 +73,8 @@ class Checkpointer:
         not share its time with it (Linux).
     staging_bytes: host memory to copy to, in bytes; with less than this rank writes, `staged` may wait for the disk.
         None: as much as it writes, within half of what the host has to spare.
+    threads: into so many files a rank deals out its tensors, and writes them at once, each by a thread (or process) of
+        its own; so many files are read at once, too. In an object store each thread has its own requests under way.
     remote: URL that committed checkpoints are copied to by rank 0, in order, in the background; here each is kept
         until it is there. `restore` takes the newest of both places. `close` waits for the copies.
     on_event: called on rank 0 with ``("checkpoint_saved" | "checkpoint_restored" | "checkpoint_deleted" |
@@ -95,6 +97,7 @@ class Checkpointer:
         overlap: bool = False,
         writer: Literal["thread", "process"] = "thread",
         staging_bytes: int | None = None,
+        threads: int = 1,
         remote: str = "",
         on_event: Event | None = None,
     ) -> None:
@@ -110,6 +113,8 @@ class Checkpointer:
             raise ValueError("writer = 'process' writes files of this host, and a URL is none; use 'thread'")
         if staging_bytes is not None and staging_bytes < 1:
             raise ValueError(f"staging_bytes = {staging_bytes} must be some bytes, or None")
+        if threads < 1:
+            raise ValueError(f"threads = {threads} must be at least 1")
         if remote and is_url(dir):
             raise ValueError("remote is where checkpoints of a folder are copied to; give a folder, or no remote")
         if remote and not is_url(remote):
@@ -129,10 +134,11 @@ class Checkpointer:
         self.overlap = overlap
         self.writer = writer
         self.staging_bytes = staging_bytes
+        self.threads = threads
         self._on_event = on_event
         self._ranks_now: Ranks | None = None
         self._ranks_then: Ranks | None = None
-        self._agreement = Agreement()
+        self._agreement = Agreement(threads)
         self._damaged: set[int] = set()
         self._lock: FolderLock | Lease | None = None
         self._abandoned: weakref.finalize[..., Any] | None = None
@@ -140,7 +146,7 @@ class Checkpointer:
         self._tidying = Background()
         self._staging: Staging | None = None
         self._memory: HostMemory | None = None
-        self._process: WriterProcess | None = None
+        self._processes: dict[int, WriterProcess] = {}
         self._mirror = None if self.remote is None else Mirror(self.dir, self.remote, self.keep, self._tell)
 
     # What is there.
@@ -231,8 +237,8 @@ class Checkpointer:
         with ExitStack() as stack:
             ranks.all(what, lambda: enter_forms(states, stack))
             collected, _, layout = self._agreement.reach(ranks, what, 0, lambda: collect(states, None))
-            pieces = list(layout.pieces(collected.parts.tensors))
-        self._memory_for(pieces).reserve_ahead(sum(piece.numel() * piece.itemsize for piece in pieces))
+            files = [list(file.pieces(collected.parts.tensors)) for file in layout.files]
+        self._memory_for(list(chain(*files))).reserve_ahead(room_for(files))
 
     def _there(self, step: int) -> bool:
         """Whether a step is committed; one that this run found damaged is put out of the way."""
@@ -288,9 +294,8 @@ class Checkpointer:
         self._delete(self._put_aside(found, max(found, default=0)))
 
     def _let_go(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        while self._processes:
+            self._processes.popitem()[1].close()
         if self._lock is not None:
             assert self._abandoned is not None
             self._abandoned.detach()
@@ -371,15 +376,21 @@ class Checkpointer:
         """From where they lie: from a device through a few blocks, copied to while those before them are written."""
         if any(tensor.is_cuda for tensor in job.collected.parts.tensors.values()):
             return self._staged(job, self._copy(job))
-        return lambda path: write_tensors(path, job.layout.specs, job.layout.pieces(job.collected.parts.tensors))
+
+        def write_now(number: int, path: Place) -> FileRecord:
+            file = job.layout.files[number]
+            return write_tensors(path, file.specs, file.pieces(job.collected.parts.tensors))
+
+        return write_now
 
     def _copy(self, job: Save) -> Staging:
         """Begin to copy what this rank writes."""
         for parts in job.collected.parts.per_rank.values():
             parts.tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts.tensors.items()}
-        pieces = list(job.layout.pieces(job.collected.parts.tensors))
+        pieces = [piece for file in job.layout.files for piece in file.pieces(job.collected.parts.tensors)]
         device = next((piece.device for piece in pieces if piece.is_cuda), None)
-        return Staging(pieces, self._memory_for(pieces), device)
+        files = [len(file.items) for file in job.layout.files]
+        return Staging(pieces, self._memory_for(pieces), device, files=files)
 
     def _memory_for(self, pieces: Sequence[torch.Tensor]) -> HostMemory:
         if self._memory is None:
@@ -391,18 +402,20 @@ class Checkpointer:
     def _staged(self, job: Save, staging: Staging) -> WriteTensors:
         """From where they were copied to."""
 
-        def write_later(path: Place) -> FileRecord:
-            head, blocks = header_of(job.layout.specs, path.name), staging.blocks()
+        def write_later(number: int, path: Place) -> FileRecord:
             try:
+                head, blocks = header_of(job.layout.files[number].specs, path.name), staging.blocks(number)
                 if self.writer == "thread":
                     return write_file(path, chain([head], (block.wait() for block in blocks)))
                 assert self._memory is not None and self._memory.handle is not None
-                if self._process is None or not self._process.alive:
-                    self._process = WriterProcess(self._memory.handle)
+                process = self._processes.get(number)
+                if process is None or not process.alive:
+                    process = self._processes[number] = WriterProcess(self._memory.handle)
                 assert isinstance(path, Path)
-                return self._process.write_file(path, head, blocks)
-            finally:
-                staging.stop()
+                return process.write_file(path, head, blocks)
+            except BaseException:
+                staging.stop()  # nobody will take the blocks of this file any more
+                raise
 
         return write_later
 
@@ -468,7 +481,7 @@ class Checkpointer:
         what = f"{folder} was not restored"
 
         def opened() -> tuple[Saved, dict[str, Any]]:
-            saved = Saved(folder)
+            saved = Saved(folder, self.threads)
             saved.contents.check(ranks.rank, ranks.world, full=full)
             return saved, read_meta(saved.contents)
 
@@ -502,7 +515,7 @@ class Checkpointer:
 
     def _ranks(self) -> Ranks:
         if self._ranks_now is None or self._ranks_now.stale:
-            self._ranks_now, self._ranks_then, self._agreement = Ranks(), None, Agreement()
+            self._ranks_now, self._ranks_then, self._agreement = Ranks(), None, Agreement(self.threads)
         return self._ranks_now
 
     def _ranks_beside(self) -> Ranks:

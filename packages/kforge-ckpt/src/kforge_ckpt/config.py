@@ -42,6 +42,10 @@ class CkptConfig:
     staging_gib: float | None = None
     """Host memory that a rank copies to in mode async, in GiB; with less than it saves, a step may wait for the disk.
     None: as much as it saves, but no more than half of what the host has to spare, shared by the ranks on it."""
+    threads: int = 1
+    """Into how many files a rank deals out its tensors; they are written, and read, at once, each by a thread of its
+    own (or a process, by `writer`). More than 1 is for storage that one stream does not fill: network file systems,
+    arrays of disks, object stores."""
     resume: bool = True
     """Go on from the newest committed checkpoint in `dir`. False: start afresh; a folder that already holds
     checkpoints is then an error."""
@@ -94,6 +98,8 @@ class CkptConfig:
             raise ValueError(f"ckpt.writer = {self.writer!r} does not exist; there are thread and process")
         if self.staging_gib is not None and not 0 < self.staging_gib < math.inf:
             raise ValueError(f"ckpt.staging_gib = {self.staging_gib} must be above 0, or left out")
+        if self.threads < 1:
+            raise ValueError(f"ckpt.threads = {self.threads} must be at least 1")
         if self.mode == "sync" and (self.writer != "thread" or self.staging_gib is not None):
             raise ValueError("ckpt.writer and ckpt.staging_gib are of ckpt.mode = 'async'; leave them out, or set it")
         for name in ("every_steps", "keep_every", "keep_doubling_from", "keep_best"):

@@ -17,6 +17,7 @@ from kforge_ckpt.remote import RemotePath, Upload, is_url
 Place = Path | RemotePath
 """A file or folder of this machine, or a name in an object store."""
 Block = bytes | memoryview
+SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,13 @@ def write_file(path: Place | str, blocks: Iterable[Block]) -> FileRecord:
     new = path.upload() if isinstance(path, RemotePath) else open(path, "xb")  # noqa: SIM115
     with new as file, ThreadPoolExecutor(1, "ckpt-checksum") as other:
         for block in blocks:
-            summed = other.submit(checksum, block, crc)
-            write_block(file, block)
-            crc = summed.result()
+            if len(block) < SMALL_BYTES:  # quicker than asking another thread
+                crc = checksum(block, crc)
+                write_block(file, block)
+            else:
+                summed = other.submit(checksum, block, crc)
+                write_block(file, block)
+                crc = summed.result()
             size += len(block)
         if isinstance(file, Upload):
             file.complete()

@@ -41,10 +41,14 @@ def read_meta(contents: Contents) -> dict[str, Any]:
 
 
 class Saved:
-    """A committed checkpoint, opened: ``index`` of its tensors, ``tree`` of its values, and its PerRank values."""
+    """A committed checkpoint, opened: ``index`` of its tensors, ``tree`` of its values, and its PerRank values.
 
-    def __init__(self, folder: Place) -> None:
+    threads: how many files a `reader` reads at once.
+    """
+
+    def __init__(self, folder: Place, threads: int = 1) -> None:
         self.folder = folder
+        self.threads = threads
         self.contents = Contents(folder)
         self.files = TensorFiles(folder)
         self.index = read_index(self.contents.content(INDEX), folder / INDEX, set(self.contents.files))
@@ -57,7 +61,7 @@ class Saved:
 
     def reader(self, index: dict[str, StoredTensor]) -> TensorReader:
         """What reads the tensors of ``index``, those of this checkpoint as they are laid onto others."""
-        return TensorReader(self.folder, index)
+        return TensorReader(self.folder, index, self.threads)
 
     def tensors_of(self, name: str) -> set[str]:
         """The names of the tensors in the state saved under ``name``."""

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from kforge_ckpt import commit, state
 from kforge_ckpt._version import __version__
+from kforge_ckpt.background import at_once
 from kforge_ckpt.errors import CheckpointError, UnsupportedStateError
 from kforge_ckpt.files import FileRecord, Place, write_json
 from kforge_ckpt.ranks import Ranks
+from kforge_ckpt.remote import RemotePath
 from kforge_ckpt.safetensors import Spec, dtype_name, file_order, write_tensors
 from kforge_ckpt.state import Json, Parts, Stateful
 from kforge_ckpt.storage import INDEX, Layout, local_plan, united_layout
@@ -66,9 +68,13 @@ def collect(states: Mapping[str, Stateful], meta: dict[str, Any] | None) -> Coll
 
 
 class Agreement:
-    """What the ranks agree on before they write, kept for the next save: as a rule only numbers in it change."""
+    """What the ranks agree on before they write, kept for the next save: as a rule only numbers in it change.
 
-    def __init__(self) -> None:
+    files: into how many files this rank writes its tensors at most.
+    """
+
+    def __init__(self, files: int = 1) -> None:
+        self._files = files
         self._planned: str | None = None
         self._layout: Layout | None = None
 
@@ -102,7 +108,8 @@ class Agreement:
         if len({digest for _, _, digest, _ in everyone}) > 1:
             tree = self._united(ranks, what, collected.parts)
         if self._layout is None or not all(same for *_, same in everyone):
-            plans = ranks.gather(ranks.all(what, lambda: local_plan(collected.parts.tensors, ranks.rank == 0)))
+            plan = ranks.all(what, lambda: local_plan(collected.parts.tensors, ranks.rank == 0))
+            plans = ranks.gather((plan, self._files))
             self._layout = ranks.all(what, lambda: united_layout(plans, ranks.rank))
             self._planned = placed
         return collected, tree, self._layout
@@ -127,26 +134,38 @@ def _place(tensor: torch.Tensor) -> tuple[str, list[int], str]:
     return str(tensor.dtype), list(tensor.shape), layout
 
 
-WriteTensors = Callable[[Place], FileRecord]
-"""Writes the file of this rank's tensors."""
+WriteTensors = Callable[[int, Place], FileRecord]
+"""Writes one of the files of this rank's tensors, by its number in the layout."""
 
 
 def write(
     ranks: Ranks, what: str, folder: Place, layout: Layout, per_rank: dict[str, Parts], write_own: WriteTensors
 ) -> dict[str, FileRecord]:
-    """Every rank writes its files. Returns the records of all ranks' files."""
+    """Every rank writes its files, those of tensors at once. Returns the records of all ranks' files."""
 
     def own() -> dict[str, FileRecord]:
-        files = {}
-        if layout.file is not None:
-            files[layout.file] = write_own(folder / layout.file)
+        names = [file.name for file in layout.files]
+        places = [(number, folder / name) for number, name in enumerate(names)]
+        records = at_once(lambda place: write_own(*place), places, max(1, len(places)))
+        files = dict(zip(names, records, strict=True))
         commit.reached("tensors written")
         files |= _write_per_rank(folder, ranks.rank, per_rank)
         commit.sync_folder(folder)
         commit.reached("rank written")
         return files
 
-    own_files = ranks.all(what, own)
+    def own_if_seen() -> dict[str, FileRecord]:
+        try:
+            return own()
+        except FileNotFoundError:
+            if isinstance(folder, RemotePath) or folder.is_dir():
+                raise
+            raise CheckpointError(
+                f"this rank does not see {folder}, which rank 0 made: all ranks must save to one folder that they "
+                "share; where each host has a disk of its own, save to an object store, to which each rank sends its files"
+            ) from None
+
+    own_files = ranks.all(what, own_if_seen)
     return {name: record for one in ranks.gather(own_files) for name, record in one.items()}
 
 

@@ -2,8 +2,8 @@
 
 A save in the background must not see what the caller does to its tensors next. So a thread copies their bytes, in the
 order of the file, into blocks of host memory (on CUDA pinned, and by a stream of its own); a second thread writes full
-blocks and gives them back. With memory for all of the state the copy never waits for the disk; with less, a block is
-filled again as soon as it is written.
+blocks and gives them back. Of several files each gets a block in turn, and has a thread that writes it. With memory for
+all of the state the copy never waits for the disk; with less, a block is filled again as soon as it is written.
 
 The blocks are allocated once and used by every save.
 """
@@ -14,13 +14,16 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 
+from kforge_ckpt.background import Stopped
 from kforge_ckpt.safetensors import flat_bytes
 
 BLOCK_BYTES = 2**25
@@ -126,22 +129,54 @@ class HostMemory:
         self._free.put(None)
 
 
+class _Bytes:
+    """Tensors as a stream of bytes; ``rest`` are those of the first of them that are still to come."""
+
+    def __init__(self, pieces: Iterable[torch.Tensor]) -> None:
+        self._pieces = iter(pieces)
+        self.rest = torch.empty(0, dtype=torch.uint8)
+
+    def more(self) -> bool:
+        """Whether there are any; in ``rest`` then."""
+        while not len(self.rest):
+            piece = next(self._pieces, None)
+            if piece is None:
+                return False
+            self.rest = flat_bytes(piece)
+        return True
+
+
+def room_for(files: Iterable[Iterable[torch.Tensor]]) -> int:
+    """Bytes of the blocks that hold files of these pieces, no two of them in one block."""
+    sizes = (sum(piece.numel() * piece.itemsize for piece in pieces) for pieces in files)
+    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes)
+
+
 class Staging:
     """The copy of ``pieces``, one after the other, into ``memory``; begun at once, on a thread of its own.
 
     device: where pieces lie that are not on the CPU.
+    files: how many of the pieces belong to each file; None: all to one. The files get blocks in turns.
     """
 
-    def __init__(self, pieces: Iterable[torch.Tensor], memory: HostMemory, device: torch.device | None) -> None:
-        self._pieces = list(pieces)
+    def __init__(
+        self,
+        pieces: Iterable[torch.Tensor],
+        memory: HostMemory,
+        device: torch.device | None,
+        *,
+        files: Sequence[int] | None = None,
+    ) -> None:
+        rest = iter(list(pieces))
+        self._files = [list(rest)] if files is None else [list(islice(rest, count)) for count in files]
         self._memory = memory
         self._device = device
-        self._full: queue.SimpleQueue[HostBlock | None] = queue.SimpleQueue()
+        self._full: list[queue.SimpleQueue[HostBlock | None]] = [queue.SimpleQueue() for _ in self._files]
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._last: torch.cuda.Event | None = None
         self._before: torch.cuda.Event | None = None
-        memory.reserve(sum(piece.numel() * piece.itemsize for piece in self._pieces))
+        memory.reserve(room_for(self._files))
         if device is not None and device.type == "cuda":
             self._before = torch.cuda.Event()
             self._before.record(torch.cuda.current_stream(device))
@@ -164,32 +199,30 @@ class Staging:
         except BaseException as error:
             self._error = error
         finally:
-            self._pieces = []
+            self._files = []
             self._ended.set()
-            self._full.put(None)
+            for full in self._full:
+                full.put(None)
 
     def _copy(self, stream: torch.cuda.Stream | None) -> None:
-        block = None
-        for piece in self._pieces:
-            rest = flat_bytes(piece)
-            while len(rest):
-                if block is None and (block := self._memory.take()) is None:
-                    return
-                count = min(len(rest), BLOCK_BYTES - block.used)
-                block.memory[block.used : block.used + count].copy_(rest[:count], non_blocking=True)
+        turns = deque(zip(map(_Bytes, self._files), self._full, strict=True))
+        while turns:
+            source, full = turns.popleft()
+            if not source.more():
+                continue
+            block = self._memory.take()
+            if block is None:
+                raise Stopped
+            while block.used < BLOCK_BYTES and source.more():
+                count = min(len(source.rest), BLOCK_BYTES - block.used)
+                block.memory[block.used : block.used + count].copy_(source.rest[:count], non_blocking=True)
                 block.used += count
-                rest = rest[count:]
-                if block.used == BLOCK_BYTES:
-                    self._hand_on(block, stream)
-                    block = None
-        if block is not None:
-            self._hand_on(block, stream)
-
-    def _hand_on(self, block: HostBlock, stream: torch.cuda.Stream | None) -> None:
-        if stream is not None:
-            block.copied = torch.cuda.Event()
-            block.copied.record(stream)
-        self._full.put(block)
+                source.rest = source.rest[count:]
+            if stream is not None:
+                block.copied = torch.cuda.Event()
+                block.copied.record(stream)
+            full.put(block)
+            turns.append((source, full))
 
     def wait(self) -> None:
         """Return when the tensors may be changed: on the CPU when they are copied, on CUDA when what the current stream
@@ -198,10 +231,10 @@ class Staging:
         if self._last is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last)
 
-    def blocks(self) -> Iterator[HostBlock]:
-        """What was copied, in order, for one reader; a block is given back when the next one is asked for. Raises what
-        the copy failed with."""
-        while (block := self._full.get()) is not None:
+    def blocks(self, file: int = 0) -> Iterator[HostBlock]:
+        """What was copied of a file, in order, for one reader; a block is given back when the next one is asked for.
+        Every file must have its reader. Raises what the copy failed with, and `Stopped` after `stop`."""
+        while (block := self._full[file].get()) is not None:
             yield block
             self._memory.give(block)
         if self._error is not None:

@@ -1,14 +1,16 @@
 """torch.distributed.checkpoint on safetensors files: it plans and reshards, what is here writes and reads.
 
-Each rank writes one file, ``tensors-<rank>.safetensors``, with its shards; the coordinator writes ``tensors.json``:
-for every tensor its dtype, whole shape and chunks (offset, shape, file, key). A whole tensor's key is its name, a
-shard's is the name with its range, ``model.head.weight[0:512,0:256]``.
+Each rank writes its shards into one file, ``tensors-<rank>.safetensors``, or deals them out to several that are
+written at once; the coordinator writes ``tensors.json``: for every tensor its dtype, whole shape and chunks (offset,
+shape, file, key). A whole tensor's key is its name, a shard's is the name with its range,
+``model.head.weight[0:512,0:256]``.
 
 torch's own writer and reader keep the same knowledge in ``.metadata``, a pickle; reading one can run anything.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import os
@@ -34,6 +36,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.futures import Future
 
+from kforge_ckpt.background import at_once
 from kforge_ckpt.errors import DamagedCheckpointError
 from kforge_ckpt.files import Place
 from kforge_ckpt.landing import Landing
@@ -42,9 +45,9 @@ from kforge_ckpt.safetensors import DTYPES, Spec, TensorFile, dtype_name, file_o
 INDEX = "tensors.json"
 
 
-def tensor_file(rank: int) -> str:
-    """The name of the file that a rank writes."""
-    return f"tensors-{rank:05d}.safetensors"
+def tensor_file(rank: int, part: int = 0) -> str:
+    """The name of the file that a rank writes, or of one of several: ``tensors-00000-1.safetensors``."""
+    return f"tensors-{rank:05d}{f'-{part}' if part else ''}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,14 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What this rank writes of the tensors of all ranks."""
+class PlannedFile:
+    """A file that this rank writes."""
 
-    rank: int
+    name: str
     items: tuple[WriteItem, ...]
-    """In the order of its file; a tensor that several ranks hold alike is among those of one of them."""
+    """In the order of the file."""
     specs: tuple[Spec, ...]
     """Key, dtype and shape of each item."""
-    index: dict[str, Any]
-    """The content of ``tensors.json``, for all ranks."""
-
-    @property
-    def file(self) -> str | None:
-        """The name of this rank's file; None for a rank that has nothing to write."""
-        return tensor_file(self.rank) if self.items else None
 
     def pieces(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """What the items hold now, one after the other: the live memory where it lies."""
@@ -92,6 +88,16 @@ class Layout:
             piece = planner.resolve_data(item)
             assert isinstance(piece, torch.Tensor)
             yield piece.detach()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What this rank writes of the tensors of all ranks."""
+
+    files: tuple[PlannedFile, ...]
+    """None for a rank that has nothing to write. A tensor that several ranks hold alike is in a file of one of them."""
+    index: dict[str, Any]
+    """The content of ``tensors.json``, for all ranks."""
 
 
 def _planner() -> DefaultSavePlanner:
@@ -105,20 +111,22 @@ def local_plan(tensors: dict[str, torch.Tensor], first: bool) -> SavePlan:
     return planner.create_local_plan()
 
 
-def united_layout(plans: list[SavePlan], rank: int) -> Layout:
-    """The layout of a rank, from the plans of all: what several could write is dealt out among them."""
-    plans, metadata = _planner().create_global_plan(plans)
+def united_layout(plans: list[tuple[SavePlan, int]], rank: int) -> Layout:
+    """The layout of a rank, from the plans of all, and into how many files each rank writes at most: what several could
+    write is dealt out among them, and then among the files of each."""
+    parts = [count for _, count in plans]
+    dealt, metadata = _planner().create_global_plan([plan for plan, _ in plans])
     places: dict[MetadataIndex, tuple[str, str]] = {}
-    own: dict[str, WriteItem] = {}
-    for writer, plan in enumerate(plans):
-        items = [item for item in plan.items if not _void(item)]
-        keys = [_key(item) for item in items]
-        if len(set(keys)) != len(keys):
+    files: list[PlannedFile] = []
+    for writer, plan in enumerate(dealt):
+        own = {_key(item): item for item in plan.items if not _void(item)}
+        if len(own) != sum(not _void(item) for item in plan.items):
             raise ValueError(f"two shards of rank {writer} have the same key")
-        places.update({item.index: (tensor_file(writer), key) for item, key in zip(items, keys, strict=True)})
-        if writer == rank:
-            own = dict(zip(keys, items, strict=True))
-    specs = file_order(_spec(key, item) for key, item in own.items())
+        for part, specs in enumerate(_dealt([_spec(key, item) for key, item in own.items()], parts[writer])):
+            name = tensor_file(writer, part)
+            places.update({own[spec.key].index: (name, spec.key) for spec in specs})
+            if writer == rank:
+                files.append(PlannedFile(name, tuple(own[spec.key] for spec in specs), tuple(specs)))
     index = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)  # only tensors are given to the planner
@@ -129,7 +137,21 @@ def united_layout(plans: list[SavePlan], rank: int) -> Layout:
         ]
         dtype = dtype_name(tensor.properties.dtype, name)
         index[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-    return Layout(rank, tuple(own[spec.key] for spec in specs), tuple(specs), index)
+    return Layout(tuple(files), index)
+
+
+def _dealt(specs: list[Spec], files: int) -> list[list[Spec]]:
+    """What is written, in the order of the file; or of up to so many files, of about the same size."""
+    if files == 1 or len(specs) < 2:
+        return [file_order(specs)] if specs else []
+    hands: list[list[Spec]] = [[] for _ in range(min(files, len(specs)))]
+    # The largest first, each to the file that has least.
+    fill = [(0, 0, number) for number in range(len(hands))]
+    for spec in sorted(specs, key=lambda spec: -spec.nbytes):
+        nbytes, count, number = heapq.heappop(fill)
+        hands[number].append(spec)
+        heapq.heappush(fill, (nbytes + spec.nbytes, count + 1, number))
+    return [file_order(hand) for hand in hands]
 
 
 def _void(item: WriteItem) -> bool:
@@ -188,10 +210,12 @@ def _stored(value: dict[str, Any]) -> StoredTensor:
 
 
 class TensorReader(StorageReader):
-    """Reads from a committed folder the parts of ``index`` that a plan asks for, straight into the caller's tensors."""
+    """Reads from a committed folder the parts of ``index`` that a plan asks for, straight into the caller's tensors;
+    ``threads`` files at once."""
 
-    def __init__(self, folder: Place, index: dict[str, StoredTensor]) -> None:
+    def __init__(self, folder: Place, index: dict[str, StoredTensor], threads: int = 1) -> None:
         self.folder = folder
+        self.threads = threads
         self.index = index
         self._chunks = {(name, chunk.offset): chunk for name, t in index.items() for chunk in t.chunks}
 
@@ -228,15 +252,19 @@ class TensorReader(StorageReader):
         for item in plan.items:
             chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             by_file[chunk.file].append((item, chunk))
-        landing = Landing()
-        for name, reads in by_file.items():
-            with TensorFile(self.folder / name) as file:
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+        def read(name: str) -> None:
+            landing = Landing()
+            with torch.no_grad(), torch.cuda.stream(stream), TensorFile(self.folder / name) as file:
                 # In the order of the file: neighbours come from an object store in one request.
-                for item, chunk in sorted(reads, key=lambda read: file.entries[read[1].key].begin):
+                for item, chunk in sorted(by_file[name], key=lambda read: file.entries[read[1].key].begin):
                     target = planner.resolve_tensor(item).detach()
                     box = tuple(item.storage_offsets), tuple(item.lengths)
                     _read(file, chunk.key, *box, target, None if target.device.type == "cpu" else landing)
                     planner.commit_tensor(item, target)
+
+        at_once(read, list(by_file), self.threads)
         future: Future[None] = Future()
         future.set_result(None)
         return future

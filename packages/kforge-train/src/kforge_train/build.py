@@ -321,6 +321,7 @@ def _parts(config: JobConfig, mesh: Mesh) -> Iterator[Job]:
                 keep_doubling_from=config.ckpt.keep_doubling_from,
                 keep_best=config.ckpt.keep_best,
                 **background(config.ckpt),
+                threads=config.ckpt.threads,
                 remote=config.ckpt.remote,
                 on_event=lambda kind, values: log.debug("%s %s", kind, values),  # the trainer tells of it
             ),
