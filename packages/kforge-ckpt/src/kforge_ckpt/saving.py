@@ -162,7 +162,7 @@ def write(
                 raise
             raise CheckpointError(
                 f"this rank does not see {folder}, which rank 0 made: all ranks must save to one folder that they "
-                "share; where each host has a disk of its own, save to an object store, to which each rank sends its files"
+                "share; where each host has a disk of its own, save to an object store: each rank sends its files there"
             ) from None
 
     own_files = ranks.all(what, own_if_seen)
