@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kforge_model.config import ModelConfig
+from kforge_model.gated import gated
 from kforge_model.linear import StackedLinear, linear
 from kforge_model.registry import MLPS
 
@@ -41,8 +42,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B,S,D] -> [B,S,D]."""
-        gate, up = self.w_gate_up(x).unbind(-2)
-        return self.w_down(self.activation(gate) * up)
+        return self.w_down(gated(self.w_gate_up(x), self.activation))
 
 
 class PlainMLP(nn.Module):

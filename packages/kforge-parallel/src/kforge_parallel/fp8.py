@@ -51,6 +51,9 @@ CUT_ALONG = {"colwise": 0, "colwise_kv": 0, "colwise_qkv": 0, "vocab_loss": 0, "
 
 def largest(x: Tensor, dim: int | None = None) -> Tensor:
     """max |x| in float32: 0-dim, or along ``dim``, which stays with size 1. NaN where there is one."""
+    if torch.compiler.is_compiling():  # one reduction, where aminmax becomes two, each with its own reading of x
+        size = x.abs()
+        return (size.amax() if dim is None else size.amax(dim, keepdim=True)).float()
     low, high = torch.aminmax(x) if dim is None else torch.aminmax(x, dim=dim, keepdim=True)
     return torch.maximum(high.float(), -low.float())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kforge_model.gated import gated
 from kforge_model.mlp import GATED, PLAIN
 
 ALIGNED = 16
@@ -64,8 +65,7 @@ class Experts(nn.Module):
     def _activated(self, hidden: Tensor) -> Tensor:
         if not self.gated:
             return self.activation(hidden)
-        gate, up = hidden.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        return gated(hidden.unflatten(-1, (2, -1)), self.activation)
 
     def extra_repr(self) -> str:
         experts, dim, hidden = self.w_down.shape
