@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kforge_data import Loader, Tokenizer, TokenShards, read_documents, tokenize_files, verify_shards
+from kforge_data import (
+    DataConfig,
+    Loader,
+    Tokenizer,
+    TokenShards,
+    read_documents,
+    tokenize_files,
+    training_streams,
+    verify_shards,
+)
 
 
 def jsonl(path: Path, records: list[Any]) -> Path:
@@ -226,5 +235,10 @@ def test_the_tokenizer_is_checked(tokenizer: Tokenizer, texts: list[str], tmp_pa
     file = jsonl(tmp_path / "c.jsonl", [{"text": "one"}])
     shards = tokenize_files([file], tmp_path / "out", tokenizer=tokenizer).train
     shards.check_tokenizer(tokenizer)
+    other = train_tokenizer(texts, vocab_size=290)
     with pytest.raises(ValueError, match="was made with the tokenizer sha256:"):
-        shards.check_tokenizer(train_tokenizer(texts, vocab_size=290))
+        shards.check_tokenizer(other)
+    tokenize_files([file], tmp_path / "other", tokenizer=other)
+    mixture = tuple({"name": name, "path": str(tmp_path / name)} for name in ("out", "other"))
+    with pytest.raises(ValueError, match="the same ids say different things"):
+        training_streams(DataConfig(mixture=mixture))

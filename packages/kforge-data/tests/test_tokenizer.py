@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,22 @@ def test_it_compresses(tokenizer: Tokenizer, texts: list[str]) -> None:
 @given(text=st.text(max_size=60))
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(deadline=None, max_examples=200)
+@given(raw=st.binary(max_size=40))
+def test_every_byte_string_comes_back(tokenizer: Tokenizer, raw: bytes) -> None:
+    """Bytes that are UTF-8 as the text that they are; any others as text of a character a byte, as a corpus of bytes is
+    written. Each gives its bytes back, through the files of a set of shards as through the encoder."""
+    try:
+        text = raw.decode()
+        assert tokenizer.decode(tokenizer.encode(text)).encode() == raw
+    except UnicodeDecodeError:
+        pass
+    text = raw.decode("latin-1")
+    flat, lengths = tokenizer.encode_batch([text])
+    assert lengths.tolist() == [len(flat)] and flat.max(initial=0) < tokenizer.vocab_size
+    assert tokenizer.decode(flat).encode("latin-1") == raw
 
 
 def test_every_byte_is_in_the_vocabulary() -> None:
@@ -91,3 +110,54 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
             Tokenizer.load(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="vocab_size = 256 is too small"):
         train_tokenizer(["a"], vocab_size=256)
+
+
+# The size that a model wants.
+
+
+@pytest.mark.parametrize(
+    ("asked", "multiple", "size"), [(300, 64, 320), (320, 64, 320), (290, 1, 290), (270, 128, 384)]
+)
+def test_a_size_that_a_model_wants(asked: int, multiple: int, size: int) -> None:
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abcd "), 40).tolist()) for _ in range(100)]
+    made = train_tokenizer(texts, vocab_size=asked, multiple=multiple)
+    assert made.vocab_size == size and "reserved" not in made._definition
+    assert made.fingerprint == train_tokenizer(texts, vocab_size=asked, multiple=multiple).fingerprint
+
+
+def test_a_text_that_gives_too_little_is_filled_up_with_tokens_that_no_text_has() -> None:
+    made = train_tokenizer(["aaaa"], vocab_size=300, special_tokens=[MARKER, "<|user|>"], multiple=64)
+    assert made.vocab_size == 320 and made.token_id("<|user|>") == 1
+    assert made.token_id("<|reserved_0|>") == 320 - sum(f"<|reserved_{i}|>" in made._definition for i in range(64))
+    text = "<|reserved_0|> <|user|>"
+    assert made.decode(made.encode(text)) == text and max(made.encode(text)) < made.token_id("<|reserved_0|>")
+    assert made.encode(text, parse_special=True)[0] == made.token_id("<|reserved_0|>")
+
+
+def test_the_same_in_another_process_on_other_threads(tmp_path: Path) -> None:
+    """Ties between merges are settled alike, whatever threads count them."""
+    corpus = tmp_path / "c.txt"
+    rng = np.random.default_rng(0)
+    corpus.write_text("\n".join("".join(rng.choice(list("abcdefgh "), 40).tolist()) for _ in range(500)))
+    seen = set()
+    for number, threads in enumerate(("1", "2", "5")):
+        out = tmp_path / f"{number}.json"
+        command = [sys.executable, "-m", "kforge_data", "train-tokenizer", str(corpus), "--txt-documents", "line"]
+        done = subprocess.run(
+            [*command, "--vocab-size=500", "--vocab-multiple=64", "--special-token=<|pad|>", f"--out={out}"],
+            env={**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "512 tokens" in done.stdout
+        seen.add(out.read_bytes())
+    assert len(seen) == 1 and Tokenizer.load(tmp_path / "0.json").token_id("<|pad|>") == 1
+
+
+def test_special_tokens_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="must differ from one another"):
+        train_tokenizer(["a"], vocab_size=300, special_tokens=["<a>", "<a>"])
+    with pytest.raises(ValueError, match="multiple = 0"):
+        train_tokenizer(["a"], vocab_size=300, multiple=0)

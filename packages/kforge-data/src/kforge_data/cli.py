@@ -46,10 +46,21 @@ def parser() -> argparse.ArgumentParser:
     _add_inputs(train)
     train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
     train.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens, special ones included")
+    train.add_argument(
+        "--vocab-multiple", type=int, default=1, metavar="N", help="round that up to a multiple of N (default 1)"
+    )
+    train.add_argument(
+        "--special-token",
+        action="append",
+        metavar="TOKEN",
+        help="one more token that no text makes, after <|endoftext|>; may be given several times",
+    )
 
     tokenize = _command(commands, "tokenize", _tokenize, "turn files of text into token shards")
     _add_inputs(tokenize)
-    tokenize.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json, or a folder with one")
+    tokenize.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="tokenizer.json, sentencepiece .model, or tiktoken:NAME"
+    )
     tokenize.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
     tokenize.add_argument(
         "--heldout",
@@ -191,13 +202,16 @@ def _corpus(arguments: argparse.Namespace) -> int:
 
 def _train_tokenizer(arguments: argparse.Namespace) -> int:
     from kforge_data.documents import read_documents
-    from kforge_data.tokenizer import train_tokenizer
+    from kforge_data.tokenizer import END_OF_TEXT, train_tokenizer
 
     tokenizer = train_tokenizer(
-        read_documents(arguments.inputs, **_reading(arguments)), vocab_size=arguments.vocab_size
+        read_documents(arguments.inputs, **_reading(arguments)),
+        vocab_size=arguments.vocab_size,
+        special_tokens=(END_OF_TEXT, *(arguments.special_token or ())),
+        multiple=arguments.vocab_multiple,
     )
     tokenizer.save(arguments.out)
-    short = "" if tokenizer.vocab_size == arguments.vocab_size else " (the text gave no more than that)"
+    short = "" if tokenizer.vocab_size >= arguments.vocab_size else " (the text gave no more than that)"
     print(f"{arguments.out}: {tokenizer.vocab_size:,} tokens{short}, {tokenizer.fingerprint[:19]}")
     return 0
 

@@ -47,8 +47,8 @@ class DataConfig:
     cache_wait_s: float = 21600.0
     """Seconds that a process waits for another one of its machine that is filling the cache, as text is tokenized."""
     tokenizer: str = ""
-    """The tokenizer.json that made the shards; used to print text and checked by fingerprint, and to tokenize text that
-    is trained on. Empty: not needed."""
+    """The tokenizer that made the shards: a tokenizer.json, a sentencepiece .model, or tiktoken:NAME; used to print
+    text, checked by fingerprint, and to tokenize text that is trained on. Empty: not needed."""
     text_field: str = "text"
     """The key or column of the text in .jsonl and .parquet files and in datasets that do not name one (?field=…)."""
     row_tokens: int = 512

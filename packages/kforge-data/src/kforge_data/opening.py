@@ -78,6 +78,9 @@ def training_streams(config: DataConfig) -> dict[str, TokenStream]:
             result[name] = open_configured(path, config)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.{'mixture ' + name if config.mixture else 'train'}: {error}") from error
+    known = [stream for stream in result.values() if stream.tokenizer]
+    for stream in known:
+        known[0].check_alike(stream)
     return result
 
 

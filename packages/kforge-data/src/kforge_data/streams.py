@@ -85,6 +85,14 @@ class TokenStream:
                 f"not with {tokenizer.fingerprint[:19]}; tokenize again, or name the tokenizer that made it"
             )
 
+    def check_alike(self, other: TokenStream) -> None:
+        """ValueError if two streams were made with different tokenizers, where both know with which."""
+        if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
+            raise ValueError(
+                f"{other.name} was made with the tokenizer {other.tokenizer[:19]}, and {self.name} with "
+                f"{self.tokenizer[:19]}: the same ids say different things. Tokenize one of them again"
+            )
+
     def document_bounds(self, first: int, last: int) -> NDArray[np.int64]:
         """Stream positions at which documents first..last-1 begin, and the end of the last; int64 [last-first+1]."""
         parts = []

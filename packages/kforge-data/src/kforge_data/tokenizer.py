@@ -7,6 +7,7 @@ recognising special tokens, and a tokenizer is known by a fingerprint of its def
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -23,16 +24,22 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 # Names under which public tokenizers carry their end-of-text token, in order of preference.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+TIKTOKEN = "tiktoken:"
 _BYTES = 256
 
 
 class Tokenizer:
-    """A tokenizer.json and what is done with it.
+    """A tokenizer.json and what is done with it. `load` gives one of another kind for what is none.
 
     Args:
         definition: the text of a tokenizer.json.
         end_of_text: the token that ends documents. None looks for one under its usual names.
     """
+
+    file_name = "tokenizer.json"
+    """How others expect its file to be called; "" for one that has none."""
+    fingerprint: str
+    """sha256 of the definition: two tokenizers of equal fingerprint give the same ids."""
 
     def __init__(self, definition: str, *, end_of_text: str | None = None) -> None:
         from tokenizers import Tokenizer as Library
@@ -48,14 +55,28 @@ class Tokenizer:
         self._end_of_text = end_of_text
         # Of the parsed definition, so that neither white space nor a release of the library changes it.
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        self.fingerprint: str = "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+        self.fingerprint = "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
-        """Read a tokenizer.json, or the one in a folder. ValueError if there is none or it is not one."""
+        """The tokenizer at a path: a tokenizer.json, a sentencepiece .model, or the one of these in a folder; or
+        "tiktoken:NAME", an encoding of tiktoken. ValueError if there is none, it is not one, or its library is missing.
+        """
+        if str(path).startswith(TIKTOKEN):
+            from kforge_data.other_tokenizers import TiktokenTokenizer
+
+            return TiktokenTokenizer.named(str(path).removeprefix(TIKTOKEN), end_of_text=end_of_text)
         file = Path(path)
         if file.is_dir():
-            file = file / "tokenizer.json"
+            files = [file / "tokenizer.json", *sorted(file.glob("*.model"))]
+            file = next((one for one in files if one.exists()), files[0])
+        if file.suffix == ".model" and file.is_file():
+            from kforge_data.other_tokenizers import SentencePieceTokenizer
+
+            try:
+                return SentencePieceTokenizer(file.read_bytes(), end_of_text=end_of_text)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
         try:
             definition = file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -88,18 +109,20 @@ class Tokenizer:
     def eos_id(self) -> int:
         """Id of the token that ends documents. ValueError if the tokenizer has none of a known name."""
         for name in (self._end_of_text,) if self._end_of_text else _KNOWN_ENDS:
-            found = self._plain.token_to_id(name)
-            if found is not None:
-                return int(found)
+            if (found := self._find(name)) is not None:
+                return found
         wanted = repr(self._end_of_text) if self._end_of_text else "one of " + ", ".join(_KNOWN_ENDS)
         raise ValueError(f"the tokenizer has no end-of-text token {wanted}; say which of its tokens ends a document")
 
     def token_id(self, token: str) -> int:
         """Id of a token by its name. ValueError if there is none of that name."""
-        found = self._plain.token_to_id(token)
-        if found is None:
+        if (found := self._find(token)) is None:
             raise ValueError(f"the tokenizer has no token {token!r}")
-        return int(found)
+        return found
+
+    def _find(self, token: str) -> int | None:
+        found = self._plain.token_to_id(token)
+        return None if found is None else int(found)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Ids of a text. Nothing is added at either end.
@@ -107,7 +130,7 @@ class Tokenizer:
         Strings that look like special tokens stay text, so that a document cannot forge control tokens;
         `parse_special=True` turns them into the special ids instead.
         """
-        return list(self._library(parse_special).encode(text, add_special_tokens=False).ids)
+        return list(self._encode([text], parse_special)[0])
 
     def encode_batch(
         self, texts: Sequence[str], *, parse_special: bool = False
@@ -116,14 +139,14 @@ class Tokenizer:
 
         Uses all cores, unless the environment variable TOKENIZERS_PARALLELISM is false.
         """
-        encodings = self._library(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
-        lengths = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
-        flat = np.empty(int(lengths.sum()), np.uint32)
-        at = 0
-        for encoding, length in zip(encodings, lengths.tolist(), strict=True):
-            flat[at : at + length] = encoding.ids
-            at += length
+        encoded = self._encode(texts, parse_special)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        flat = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32, int(lengths.sum()))
         return flat, lengths
+
+    def _encode(self, texts: Sequence[str], parse_special: bool) -> list[Sequence[int]]:
+        encodings = self._library(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of ids. Special tokens appear by name, or not at all with `skip_special`.
@@ -145,30 +168,47 @@ def _rebuild(definition: str, end_of_text: str | None) -> Tokenizer:
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    special_tokens: Sequence[str] = (END_OF_TEXT,),
+    multiple: int = 1,
 ) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al., 2016; on bytes as in GPT-2) on texts. The same texts give the same one.
 
-    `vocab_size` counts the special tokens, which get the first ids, and the 256 bytes; short texts may not fill it.
+    `vocab_size` counts the special tokens, which get the first ids, and the 256 bytes; it is rounded up to a multiple
+    of `multiple`, as models that are cut over devices, or kernels, want it. Short texts may not fill it; with a
+    multiple, tokens `<|reserved_0|>`, … that no text has then fill it up to one.
     Every string can be encoded and decoded again without loss.
     """
     smallest = _BYTES + len(special_tokens)
+    if multiple < 1:
+        raise ValueError(f"multiple = {multiple} must be at least 1")
+    if len(set(special_tokens)) < len(special_tokens) or "" in special_tokens:
+        raise ValueError(f"special_tokens = {list(special_tokens)} must differ from one another, and none be empty")
     if vocab_size < smallest:
         raise ValueError(
             f"vocab_size = {vocab_size} is too small: {_BYTES} bytes and {len(special_tokens)} special tokens are "
             f"{smallest} already"
         )
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=_round_up(vocab_size, multiple),
         special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer=trainer)
+    size = library.get_vocab_size()
+    reserved = [f"<|reserved_{i}|>" for i in range(_round_up(size, multiple) - size)]
+    library.add_special_tokens([AddedToken(token, special=True) for token in reserved])
     return Tokenizer(library.to_str())
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

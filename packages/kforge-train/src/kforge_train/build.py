@@ -111,6 +111,7 @@ def check(config: JobConfig, world_size: int) -> None:
         try:
             if tokenizer is not None:
                 source.check_tokenizer(tokenizer)
+            next(iter(streams.values())).check_alike(source)
         except ValueError as error:
             raise ConfigError(f"{place}: {error}") from error
         if source.tokens <= source.documents:  # a document's first token is not predicted

@@ -236,7 +236,10 @@ def _copy_tokenizer(path: Path, folder: Path, model: ModelConfig) -> int | None:
     """The tokenizer's files, with what Hugging Face's libraries want to know; returns the id that ends a text."""
     source = path if path.is_dir() else path.parent
     tokenizer = Tokenizer.load(path)
-    tokenizer.save(folder / "tokenizer.json")
+    if tokenizer.file_name:
+        tokenizer.save(folder / tokenizer.file_name)
+    else:
+        _log.warning("%s has no file of its own, so none is in %s", path, folder)
     try:
         end = tokenizer.eos_id
     except ValueError:
@@ -244,7 +247,7 @@ def _copy_tokenizer(path: Path, folder: Path, model: ModelConfig) -> int | None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if not (folder / "tokenizer_config.json").exists():
+    if tokenizer.file_name == "tokenizer.json" and not (folder / "tokenizer_config.json").exists():
         said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_seq_len}
         said["clean_up_tokenization_spaces"] = False
         if end is not None:

@@ -97,7 +97,7 @@ def _changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).absolute()) if path and "://" not in path else path
+    return str(Path(path).absolute()) if path and "://" not in path and not path.startswith("tiktoken:") else path
 
 
 def load_run(run_dir: Path) -> JobConfig:
