@@ -129,3 +129,13 @@ def test_the_benchmark_of_data_runs(tmp_path):
     rows = check_form(tmp_path / "data.json", "data")
     assert rows["best fit: fill"]["value"] > 0.97
     assert rows["best-fit rows"]["target"] == 100e6 and rows["cut rows / loop over tokens"]["value"] > 1
+
+
+def test_the_comparison_of_losses_runs_on_a_cpu(tokens, tmp_path):
+    words = ["--smoke", "--jobs", "2", "--tokens", str(tokens / "train"), "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "loss.py"), *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "loss-smoke.json", "loss-smoke")
+    assert rows["split"]["value"] == pytest.approx(rows["fp32, seed 1"]["value"], abs=1e-3)
+    assert 0 < rows["fp8 from fp32"]["value"] != rows["fp8, planted fault from fp32"]["value"]
+    assert (tmp_path / "loss-smoke.png").read_bytes().startswith(b"\x89PNG")
