@@ -313,11 +313,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     found = 0
     for place in arguments.sets:
-        is_files = Path(place).is_file() or not (Path(place) / INDEX).exists()
+        has_index = (Path(place) / INDEX).exists()
         try:
-            faults = verify_tokens(_open(arguments, place)) if is_files else verify_shards(place)
+            faults = verify_shards(place) if has_index else verify_tokens(_open(arguments, place))
         except ValueError as error:
-            if not is_files or not Path(place).exists():
+            if not has_index and not Path(place).is_file():
                 raise
             faults = [str(error)]  # what cannot be opened is damaged
         found += len(faults)
