@@ -9,7 +9,7 @@ import torch
 
 from kforge_model import ModelConfig, Transformer, model_shape
 from kforge_parallel import ParallelConfig, Work, decoder_parameters, estimate_layout, parameters_of
-from kforge_parallel.estimate import loss_bytes
+from kforge_parallel.activation_bytes import loss_bytes
 from kforge_testing import run_ranks
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

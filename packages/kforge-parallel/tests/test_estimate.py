@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kforge_parallel import ParallelConfig, Work, estimate_layout, parameters_of
-from kforge_parallel.estimate import in_flight
+from kforge_parallel.activation_bytes import in_flight
 from kforge_testing import run_ranks
 
 SHAPE = {"vocab_size": 1000, "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 192}

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from kforge_parallel.picture import MeshTable as MeshTable
     from kforge_parallel.picture import mesh_table as mesh_table
     from kforge_parallel.pipeline import Pipeline as Pipeline
+    from kforge_parallel.planner import Candidate as Candidate
+    from kforge_parallel.planner import LayoutPlan as LayoutPlan
+    from kforge_parallel.planner import Machine as Machine
+    from kforge_parallel.planner import plan_layouts as plan_layouts
     from kforge_parallel.precision import Precision as Precision
     from kforge_parallel.precision import precision_of as precision_of
     from kforge_parallel.precision import precision_table as precision_table
@@ -50,7 +54,10 @@ if TYPE_CHECKING:
 # of something public in it: importing the module would put it in that thing's place.
 _HOME = {
     "LAYOUT_CLASSES": "layout",
+    "Candidate": "planner",
     "Estimate": "estimate",
+    "LayoutPlan": "planner",
+    "Machine": "planner",
     "Mesh": "mesh",
     "MeshTable": "picture",
     "ModelShape": "shape",
@@ -76,6 +83,7 @@ _HOME = {
     "parallelize": "build",
     "parameters_of": "shape",
     "phase": "phases",
+    "plan_layouts": "planner",
     "precision_of": "precision",
     "precision_table": "precision",
     "recompute_blocks": "activation",

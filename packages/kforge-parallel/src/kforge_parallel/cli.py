@@ -1,4 +1,4 @@
-"""``kforge-parallel``: what a layout looks like, and who this process would be. Nothing is started."""
+"""``kforge-parallel``: what a layout looks like, what it costs, and who this process would be. Nothing is started."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from kforge_parallel import __version__
 from kforge_parallel.axes import AXES
+from kforge_parallel.config import ParallelConfig
+from kforge_parallel.layout import check_keys
 from kforge_parallel.picture import mesh_table
+from kforge_parallel.planner import Machine, plan_layouts
+from kforge_parallel.stages import SCHEDULES
+from kforge_parallel.work import MOMENTS, OPTIMIZERS, Work
 from kforge_parallel.world import expand_hosts, find_world
 
 _AXES = {
@@ -25,11 +32,27 @@ _AXES = {
 }
 
 
+_WORDS = {
+    "precision": (("bf16", "fp16", "tf32", "fp32"), "compute dtype"),
+    "storage": (("fp32", "split", "stochastic"), "how weights are kept"),
+    "fp8": (("none", "tensorwise", "rowwise"), "whether linear modules multiply in 8 bits"),
+    "schedule": (("1f1b", *(word for word in SCHEDULES if word != "1f1b")), "of pipelines"),
+    "optimizer": (OPTIMIZERS, "whose state is counted"),
+    "moments": (MOMENTS, "how AdamW keeps its moments"),
+}
+_RATES = (
+    ("peak_flops", 1e12, "operations of a device in that dtype, in 10^12 a second"),
+    ("efficiency", 1.0, "share of it that a block reaches where nothing is sent"),
+    ("host_bytes_per_s", 1e9, "what a device sends inside a host, in 10^9 bytes a second"),
+    ("network_bytes_per_s", 1e9, "what a device sends between hosts, in 10^9 bytes a second"),
+)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="kforge-parallel", description=__doc__.split(": ", 1)[1])
     top.add_argument("--version", action="version", version=f"kforge-parallel {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="mesh|world|hosts")
+    commands = top.add_subparsers(dest="command", required=True, metavar="mesh|plan|world|hosts")
 
     mesh = commands.add_parser("mesh", help="draw which rank stands where, and which groups cross hosts")
     mesh.add_argument("--world", type=int, required=True, metavar="N", help="number of processes")
@@ -46,12 +69,79 @@ def parser() -> argparse.ArgumentParser:
     mesh.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="processes a host (default 8)")
     mesh.add_argument("--json", action="store_true", help="positions and groups as JSON")
 
+    plan = commands.add_parser("plan", help="rank the layouts of a model that fit, by predicted MFU")
+    plan.add_argument("--shape", required=True, metavar="FILE", help="sizes of the model, as JSON or TOML")
+    plan.add_argument("--gpus", type=int, required=True, metavar="N", help="number of devices")
+    plan.add_argument("--memory", required=True, metavar="SIZE", help="of a device, such as 141GB or 80GiB")
+    plan.add_argument("--row-tokens", type=int, metavar="N", default=4096, help="tokens of a row (default 4096)")
+    plan.add_argument("--global-rows", type=int, metavar="N", help="rows of a step (default: 8 for each device)")
+    for name, (words, text) in _WORDS.items():
+        plan.add_argument(f"--{name}", choices=words, default=words[0], help=f"{text} (default {words[0]})")
+    for name, unit, text in _RATES:
+        default = getattr(Machine, name) / unit
+        plan.add_argument(_option(name), type=float, metavar="X", default=default, help=f"{text} (default {default:g})")
+    plan.add_argument("--gpus-per-host", type=int, metavar="N", default=8, help="devices of a host (default 8)")
+    plan.add_argument("--json", action="store_true", help="as JSON: all that fit, and all that do not")
+
     world = commands.add_parser("world", help="say who this process is, as torchrun or SLURM started it")
     world.add_argument("--json", action="store_true", help="as JSON")
 
     hosts = commands.add_parser("hosts", help="expand a SLURM host list, one host a line; the first is the master")
     hosts.add_argument("list", help="such as gpu[001-004,007]")
     return top
+
+
+def read_shape(path: str) -> dict[str, int | bool]:
+    """The sizes in a file: a table of JSON, or of TOML, alone or below ``shape``. Raises ValueError."""
+    try:
+        text = Path(path).read_text("utf-8")
+        table = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    found = table.get("shape", table)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no table of sizes, such as dim = 4096")
+    check_keys(found)
+    return found
+
+
+def bytes_of(text: str) -> float:
+    """``141GB`` or ``80GiB`` or ``8e10`` -> bytes. Raises ValueError."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *(?:([KMGT])(i?)B)?", text.strip(), re.I)
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if not match or not number:
+        raise ValueError(f"--memory {text} is no size; write 141GB or 80GiB")
+    power = " KMGT".index((match[2] or " ").upper())
+    return number * (1024.0 if match[3] else 1000.0) ** power
+
+
+def _plan(options: argparse.Namespace) -> str:
+    rates = {name: getattr(options, _option(name)[2:].replace("-", "_")) * unit for name, unit, _ in _RATES}
+    plan = plan_layouts(
+        read_shape(options.shape),
+        options.gpus,
+        bytes_of(options.memory),
+        row_tokens=options.row_tokens,
+        global_rows=options.global_rows or 8 * options.gpus,
+        config=ParallelConfig(
+            compile=True,
+            precision=options.precision,
+            storage=options.storage,
+            fp8=options.fp8,
+            pp_schedule=options.schedule,
+        ),
+        work=Work(row_tokens=options.row_tokens, optimizer=options.optimizer, moments=options.moments),
+        machine=Machine(gpus_per_host=options.gpus_per_host, **rates),
+    )
+    return json.dumps(asdict(plan)) if options.json else str(plan)
+
+
+def _option(name: str) -> str:
+    """``host_bytes_per_s`` -> ``--host-gb-s``."""
+    return "--" + name.replace("bytes_per_s", "gb_s").replace("peak_flops", "peak_tflops").replace("_", "-")
 
 
 def _own_words(message: str) -> str:
@@ -82,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except ValueError as error:
                 raise ValueError(_own_words(str(error))) from None
             print(json.dumps(asdict(table)) if options.json else table)
+        elif options.command == "plan":
+            print(_plan(options))
         elif options.command == "world":
             world = find_world()
             print(json.dumps(asdict(world)) if options.json else "\n".join(f"{k}: {v}" for k, v in vars(world).items()))

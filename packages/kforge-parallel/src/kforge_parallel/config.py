@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 
@@ -111,7 +112,7 @@ class ParallelConfig:
                 f"parallel.fp8 = {self.fp8} scales blocks of 16 or 32 values, which Blackwell GPUs multiply and this "
                 "version does not; use tensorwise or rowwise"
             )
-        kinds = get_type_hints(type(self))
+        kinds = _kinds()
         for field in fields(self):
             _check_kind(f"parallel.{field.name}", getattr(self, field.name), kinds[field.name])
         for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
@@ -178,6 +179,11 @@ class ParallelConfig:
         for name in ("init_timeout_s", "build_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, name) <= 1e8:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)} must be above 0 and at most 1e8 seconds")
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(ParallelConfig)
 
 
 def _check_kind(name: str, value: object, kind: Any) -> None:

@@ -1,0 +1,226 @@
+"""What a rank holds of weights, gradients and the optimizer's state, counted shard by shard. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from kforge_parallel.axes import expert_shard, places, shard_dim
+from kforge_parallel.config import ParallelConfig
+from kforge_parallel.shape import Parameter, Sizes
+from kforge_parallel.stages import split_layers, stages_of_rank, stages_per_rank
+from kforge_parallel.work import COMPUTE_BYTES, Work, storage_bytes
+
+CUT_ALONG = {
+    **dict.fromkeys(("colwise", "colwise_kv", "colwise_qkv", "vocab_embedding", "vocab_loss"), 0),
+    **dict.fromkeys(("packed_colwise", "rowwise"), 1),
+}
+"""Word of a plan -> along which dimension it cuts a weight."""
+INT8_BLOCK, INT8_SMALLEST = 256, 4096
+"""Elements that share a scale of 8-bit moments, and the tensors below which there are none."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's sizes and its parameters."""
+
+    sizes: Sizes
+    parameters: Sequence[Parameter]
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """Of `hold`: layouts that differ in other things hold the same weights."""
+
+    def __post_init__(self) -> None:
+        layers = 1 + max((p.layer for p in self.parameters if p.layer is not None), default=-1)
+        blocks: list[list[Parameter]] = [[] for _ in range(layers)]
+        for p in self.parameters:
+            if p.layer is not None:
+                blocks[p.layer].append(p)
+        object.__setattr__(self, "blocks", blocks)
+        object.__setattr__(self, "mixed", [any(p.expert for p in block) for block in blocks])
+        sums = {any(p.expert for p in block): sum(map(self.met_of, block)) for block in blocks}
+        object.__setattr__(self, "met", sums)
+
+    blocks: list[list[Parameter]] = field(init=False, repr=False)
+    """The parameters of each block."""
+    mixed: list[bool] = field(init=False, repr=False)
+    """Whether each block has experts."""
+    met: dict[bool, float] = field(init=False, repr=False)
+    """Whether a block has experts -> elements of its matrices that a token meets; of several, the last's."""
+
+    def met_of(self, p: Parameter) -> float:
+        """Elements that a token meets on average; 0 of what is no matrix."""
+        if len(p.shape) < 2:
+            return 0.0
+        return p.count * (self.sizes.top_k / self.sizes.experts if p.expert else 1.0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds."""
+
+    parameters: int
+    """Bytes of the weights that it stores."""
+    gradients: int
+    """Bytes of their gradients, as the optimizer gets them."""
+    state: int
+    """Bytes of the optimizer's state."""
+    units: dict[str, int]
+    """FSDP unit -> elements of it, whole but for tp and ep."""
+    travelling: dict[str, int]
+    """FSDP unit -> bytes of it when it is gathered."""
+    in_blocks: frozenset[str]
+    """The units that are blocks, or experts of one."""
+    in_8_bits: int
+    """Bytes of weights that are kept in 8 bits beside those stored, where nothing is gathered."""
+    twins: int
+    """Elements of second copies: of what both ends of a pipeline need, where both lie on this rank."""
+    wrapped: bool
+    """Whether FSDP wraps the model."""
+    stages: list[list[int]]
+    """The blocks of each of its stages."""
+    first: bool
+    last: bool
+    """Whether it has the first, and the last stage."""
+
+
+def hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work, rank: int) -> Held:
+    """What ``rank`` holds of a model."""
+    # What weights depend on; a layout is asked for many times, with other ways of keeping activations.
+    asked = (config.precision, config.storage, config.fp8, config.fp8_skip, config.cpu_offload)
+    cut = (config.pp_schedule, config.pp_stages, config.pp_split, config.pp_layers)
+    optimizer = (work.optimizer, work.moments, work.row_variance, work.ema)
+    key = (asked, cut, tuple(axes.items()), optimizer, rank)
+    if key not in model.cache:
+        model.cache[key] = _hold(model, config, axes, work, rank)
+    found: Held = model.cache[key]
+    return found
+
+
+def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work, rank: int) -> Held:
+    at = places(rank, axes)
+    pp, world = axes["pp"], math.prod(axes.values()) // axes["ep"]
+    wrapped = world > 1 or config.storage == "fp32"
+    stages, first, last = stages_of(model, config, pp, at["pp"])
+    held = {layer for stage in stages for layer in stage}
+    mine = [p for p in model.parameters if p.layer in held or (p.first and first) or (p.last and last)]
+    stored, b = storage_bytes(config), COMPUTE_BYTES[config.precision]
+    places_ = {"shard": at["dp_shard"] * axes["cp"] + at["cp"], "part": at["expert_shard"]}
+    elements = state = in_8_bits = twins = 0
+    units: dict[str, int] = {}
+    travelling: dict[str, int] = {}
+    in_blocks = set()
+    for p in mine:
+        here = local_shape(p, axes, model.sizes.kv_heads, **places_)
+        whole = local_shape(p, axes, model.sizes.kv_heads, shard=None, part=0)
+        unit = p.unit + (" experts" if p.expert and axes["ep"] > 1 else "")
+        bits = _in_8_bits(p, whole, config, pp)
+        elements += math.prod(here)
+        state += state_bytes(p, here, config, work)
+        units[unit] = units.get(unit, 0) + math.prod(whole)
+        travelling[unit] = travelling.get(unit, 0) + math.prod(whole) * (1 if bits else b)
+        in_8_bits += math.prod(here) if bits and not wrapped else 0
+        twins += math.prod(here) if pp > 1 and first and last and p.first and p.last else 0
+        if p.layer is not None:
+            in_blocks.add(unit)
+    return Held(
+        parameters=stored * elements,
+        gradients=(stored if wrapped else max(4, b)) * elements,
+        state=state,
+        units=units,
+        travelling=travelling,
+        in_blocks=frozenset(in_blocks),
+        in_8_bits=in_8_bits,
+        twins=twins,
+        wrapped=wrapped,
+        stages=stages,
+        first=first,
+        last=last,
+    )
+
+
+def stages_of(model: Model, config: ParallelConfig, pp: int, pp_rank: int) -> tuple[list[list[int]], bool, bool]:
+    """The blocks of each stage of a pipeline rank, and whether it has the first stage and the last."""
+    if pp == 1:
+        return [[*range(len(model.blocks))]], True, True
+
+    def cost(parameters: Iterable[Parameter]) -> float:
+        return sum(p.count if len(p.shape) < 2 else model.met_of(p) for p in parameters)
+
+    further = cost(p for p in model.parameters if p.name.startswith("mtp.") and ".block." in p.name)
+    after = further + (1.0 + model.sizes.mtp) * model.sizes.vocab * model.sizes.dim
+    costs = [cost(block) for block in model.blocks]
+    split = split_layers(config, pp, len(model.blocks), costs, after)
+    own = stages_of_rank(pp_rank, config, pp)
+    return [[*split[number]] for number in own], 0 in own, pp * stages_per_rank(config) - 1 in own
+
+
+def local_shape(
+    parameter: Parameter, axes: dict[str, int], kv_heads: int, *, shard: int | None, part: int
+) -> list[int]:
+    """The shape that a rank has of a parameter: after tp and ep with shard None, else its FSDP shard too. shard: place
+    among the ranks that share it; part: the same on the expert root."""
+    shape = list(parameter.shape)
+    shards = axes["dp_shard"] * axes["cp"]
+    if parameter.expert and axes["ep"] > 1:
+        shape[0] //= axes["ep"]
+        shards, shard = expert_shard(axes), None if shard is None else part
+    elif axes["tp"] > 1:
+        if parameter.word is None:
+            raise ValueError(
+                f"parallel.tp = {axes['tp']}, and nothing says how it cuts {parameter.name}; give the model a plan"
+            )
+        dim = CUT_ALONG.get(parameter.word)
+        whole = parameter.word in ("colwise_kv", "colwise_qkv") and kv_heads % axes["tp"]
+        if dim is not None and not whole and not (dim == 1 and parameter.name.endswith("bias") and len(shape) == 1):
+            shape[dim] //= axes["tp"]
+    if shard is not None and shards > 1 and shape:
+        dim = shard_dim(shape, shards)
+        each = -(-shape[dim] // shards)
+        shape[dim] = max(0, min(each, shape[dim] - shard * each))
+    return shape
+
+
+def state_bytes(parameter: Parameter, here: Sequence[int], config: ParallelConfig, work: Work) -> int:
+    """The optimizer's state of a parameter of which a rank has the shape ``here``."""
+    count, stored = math.prod(here), storage_bytes(config)
+    wide = max(4, stored)
+    total = 2 * count if config.storage == "split" else 0
+    total += wide * count if work.ema else 0
+    rule = work.optimizer
+    if rule == "muon":
+        if _is_matrix(parameter):
+            rows = math.prod(here[:-1]) if work.row_variance else 0
+            return total + wide * (count + rows)
+        rule = "adamw"
+    if rule == "adamw":
+        small = len(parameter.shape) < 2 or parameter.count < INT8_SMALLEST
+        if work.moments == "fp32" or (work.moments == "int8" and small):
+            return total + 4 + 2 * wide * count
+        if work.moments == "bf16":
+            return total + 4 + 4 * count
+        scales = math.prod(here[:-1]) * -(-parameter.shape[-1] // INT8_BLOCK)
+        return total + 4 + 2 * (count + 4 * scales)
+    if rule == "schedule_free":
+        return total + 3 * 8 + 2 * wide * count
+    return total if rule == "none" else total + wide * count  # lion
+
+
+def _is_matrix(parameter: Parameter) -> bool:
+    """Whether muon takes it: matrices inside of blocks, but for routers."""
+    leaf = parameter.name
+    inside = parameter.layer is not None or ".block." in leaf or leaf.endswith("proj.weight")
+    return inside and len(parameter.shape) > 1 and not any(word in leaf for word in ("router", "bias"))
+
+
+def _in_8_bits(parameter: Parameter, shape: Sequence[int], config: ParallelConfig, pp: int) -> bool:
+    """Whether the weight of a linear module of this shape on a rank is gathered, or kept, as FP8."""
+    owner = parameter.name.rpartition(".")[0]
+    if config.fp8 != "tensorwise" or pp > 1 or config.cpu_offload:
+        return False
+    if len(shape) < 2 or parameter.layer is None or parameter.expert:
+        return False
+    even = math.prod(shape[:-1]) % 16 == 0 and shape[-1] % 16 == 0
+    return even and not any(fnmatchcase(owner, pattern) for pattern in config.fp8_skip)
