@@ -274,7 +274,7 @@ class Odd(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind = kind
-        self.embed = nn.Embedding(VOCAB, DIM, padding_idx=0 if kind == "padding" else None)
+        self.embed = nn.Embedding(VOCAB, DIM, max_norm=1.0 if kind == "limit" else None)
         self.up, self.down = nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
         self.drop = nn.Dropout(0.1 if kind == "dropout" else 0.0)
         if kind == "tuple":
@@ -291,7 +291,7 @@ def odd_models(rank, world):
     config = ParallelConfig(tp=world, precision="fp64", sequence_parallel=False)
     mesh = launch(config)
     said = []
-    for kind in ("integers", "tuple", "padding", "dropout"):
+    for kind in ("integers", "tuple", "limit", "dropout"):
         try:
             parallelize(lambda kind=kind: Odd(kind), mesh, config)(IDS)
             said.append("nothing")
@@ -301,10 +301,10 @@ def odd_models(rank, world):
 
 
 def test_modules_that_cannot_be_served_are_named():
-    integers, several, padding, dropout = run_ranks(odd_models, 2)[0]
+    integers, several, limit, dropout = run_ranks(odd_models, 2)[0]
     assert "Linear gets its input from other tensor-parallel ranks" in integers
     assert "must return one tensor" in several and "it returned tuple" in several
-    assert "an embedding with padding_idx = 0 cannot be cut over the vocabulary" in padding
+    assert "an embedding with max_norm = 1.0 cannot be cut over the vocabulary" in limit
     assert "drop drops values with p = 0.1" in dropout and "sequence_parallel to true" in dropout
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kforge_parallel.fsdp import full_parameters as full_parameters
     from kforge_parallel.fsdp import full_state as full_state
     from kforge_parallel.fsdp import set_last_microbatch as set_last_microbatch
+    from kforge_parallel.hugging_face import tensor_plan as tensor_plan
     from kforge_parallel.layout import LAYOUT_CLASSES as LAYOUT_CLASSES
     from kforge_parallel.layout import check_layout as check_layout
     from kforge_parallel.mesh import Mesh as Mesh
@@ -91,6 +92,7 @@ _HOME = {
     "set_last_microbatch": "fsdp",
     "shard_rows": "context",
     "shutdown": "world",
+    "tensor_plan": "hugging_face",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -28,6 +28,7 @@ from kforge_parallel.fp8 import check_device, described, multiply_in_fp8
 from kforge_parallel.fp8_gather import gather_in_fp8
 from kforge_parallel.fp8_kept import keep_in_fp8
 from kforge_parallel.fsdp import find_blocks, shard
+from kforge_parallel.hugging_face import check_heads, tensor_plan
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.offload import offload_blocks
 from kforge_parallel.pipeline import cut, find_twins, stages_of, take_own
@@ -90,7 +91,7 @@ def parallelize(
         model.to(device=mesh.device)
     _tie(model, tied)
     check("conversion")
-    words = _resolve(model, mesh, plan) if mesh.tp_size > 1 else None
+    words = _resolve(model, mesh, config, plan) if mesh.tp_size > 1 else None
     whole, mixed = model, bool(find_mixtures(model))
     parts, roots = [model], [model]
     if mesh.pp_size > 1:
@@ -233,10 +234,18 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
     return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
 
 
-def _resolve(model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None) -> Resolved:
+def _resolve(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Mapping[str, str] | None) -> Resolved:
     """The plan given, or the model's own, laid over the model."""
     if plan is None:
         plan = getattr(model, "plan", None)
+    if plan is None and hasattr(model, "tp_plan"):
+        plan = tensor_plan(model)
+        if config.sequence_parallel:
+            raise ValueError(
+                f"{type(model).__name__} is cut by its Hugging Face plan, under which every rank of tp = "
+                f"{mesh.tp_size} has whole rows; set parallel.sequence_parallel to false"
+            )
+        check_heads(model, mesh.tp_size)
     if plan is None:
         raise ValueError(
             f"tp = {mesh.tp_size} needs to know how to cut {type(model).__name__}: give the class an attribute `plan`, "

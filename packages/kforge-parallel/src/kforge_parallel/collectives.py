@@ -7,9 +7,12 @@ n ranks of a group; x, y this rank's tensor; Σ a sum over ranks; parts are join
     gather    y = all x, joined          dx = own part of Σ dy
     scatter   y = own part of Σ x        dx = all dy, joined
     summed    y = x                      dx = Σ dy, in float32 or wider, rounded once
+    join      y = all x, joined          dx = own part of dy
+    part      y = own part of x          dx = all dy, joined
 
 copy and gather stand before a product whose weight is cut, reduce and scatter after one; summed is for a weight that
-every rank holds whole and uses on another part of the data.
+every rank holds whole and uses on another part of the data. join and part are for what all ranks then compute, or have
+computed, alike.
 """
 
 from __future__ import annotations
@@ -99,6 +102,32 @@ class _Scatter(torch.autograd.Function):
         return join_parts(grad, ctx.group, ctx.dim), None, None
 
 
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return returned(keep("transfers", lambda: join_parts(x, group, dim)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_part(grad, ctx.group, ctx.dim), None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_part(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return join_parts(grad, ctx.group, ctx.dim), None, None
+
+
+def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+
+
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -129,6 +158,16 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's part of the sum over ranks."""
     return _Scatter.apply(x, group, dim)
+
+
+def join(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """All ranks' parts, joined, for what every rank computes alike: a gradient is cut, and not summed."""
+    return _Join.apply(x, group, dim)
+
+
+def part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of what every rank has; gradients are joined. The dimension divides by the group."""
+    return _Part.apply(x, group, dim)
 
 
 def summed(weight: Tensor, group: dist.ProcessGroup) -> Tensor:

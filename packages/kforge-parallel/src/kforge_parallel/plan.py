@@ -11,12 +11,17 @@
     colwise_qkv      [KV, R + 2, …] cut along dim 0,  as colwise_kv, for a weight that has the R queries, the key and
                      or whole                         the value of each of KV heads in one
     packed_colwise   [parts, out, …] cut along dim 1  as colwise, for several matrices of one shape in one weight
+    colwise_join     as colwise                       its own features of the output, then joined with all others
     rowwise          [out, in] cut along dim 1        a part of the sum, which is then summed over ranks
+    rowwise_part     as rowwise                       the same, of its own part of an input that every rank has whole
     sequence         whole                            one part of the row (the whole row without sequence_parallel)
     replicate        whole                            the same function on other heads or features than other ranks
     experts          whole; [E/ep, …] where ep > 1    experts that get other tokens on each rank
+    experts_sum      [E, …] cut along dim 0           its own experts, of tokens that all ranks have; summed over ranks
     vocab_embedding  [vocab, …] cut along dim 0       rows of its own part of the vocabulary, zeros for others
     vocab_loss       [vocab, …] cut along dim 0       logits and loss over its own part of the vocabulary
+
+colwise_join, rowwise_part and experts_sum are for ranks that all have the whole row: sequence_parallel = false.
 
 A parameter that no entry covers and an entry that covers nothing are errors: either would be silently wrong.
 """
@@ -36,10 +41,13 @@ WORDS = (
     "colwise_kv",
     "colwise_qkv",
     "packed_colwise",
+    "colwise_join",
     "rowwise",
+    "rowwise_part",
     "sequence",
     "replicate",
     "experts",
+    "experts_sum",
     "vocab_embedding",
     "vocab_loss",
 )

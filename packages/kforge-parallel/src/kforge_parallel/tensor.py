@@ -16,6 +16,7 @@ The sequence is the last dimension but one of a module's input.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,12 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from kforge_parallel.collectives import copy, gather, reduce, scatter, summed
+from kforge_parallel.collectives import copy, gather, join, part, reduce, scatter, summed
 from kforge_parallel.plan import Resolved
 
 SEQUENCE = -2
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-COLWISE = ("colwise", "colwise_kv", "colwise_qkv", "packed_colwise")
+COLWISE = ("colwise", "colwise_kv", "colwise_qkv", "packed_colwise", "colwise_join")
+ROWWISE = ("rowwise", "rowwise_part")
+WHOLE_ROWS = ("colwise_join", "rowwise_part", "experts_sum")
 BY_KV_HEAD = ("colwise_kv", "colwise_qkv")
 
 Local = Callable[[Tensor], Tensor]
@@ -53,6 +56,7 @@ def apply_plan(
 
     Raises ValueError for sizes that do not divide, with both numbers, and for what a module cannot be asked to do.
     """
+    _check_whole_rows(plan, sequence_parallel)
     split = _Split(mesh, sequence_parallel, kv_heads)
     placed: dict[nn.Parameter, tuple[str, Placement]] = {}
     owners: dict[str, dict[str, str]] = {}
@@ -80,7 +84,7 @@ def apply_plan(
     _check_experts([name for name, word in plan.parameters.items() if word == "experts"], split, inside)
     # A module that is used in two places has two names, and is changed once.
     for module in {model.get_submodule(name) for name in gathers if not inside(name, or_same=False)}:
-        _replace_forward(module, before=split.enter, before_all=True)
+        _replace_forward(module, before=split.enter, which="alike")
     done: set[nn.Module] = set()
     for name, words in owners.items():
         module = model.get_submodule(name)
@@ -98,6 +102,15 @@ def _refuse_dropout(model: nn.Module) -> None:
                 f"{name or 'the model'} drops values with p = {module.p:g}, and without sequence_parallel every "
                 "tensor-parallel rank would drop others of the same row; set parallel.sequence_parallel to true, or p "
                 "to 0"
+            )
+
+
+def _check_whole_rows(plan: Resolved, sequence_parallel: bool) -> None:
+    for name, word in plan.parameters.items():
+        if sequence_parallel and word in WHOLE_ROWS:
+            raise ValueError(
+                f"the plan calls {name} {word!r}, which is for ranks that all have the whole row; set "
+                "parallel.sequence_parallel to false, or use another word"
             )
 
 
@@ -144,9 +157,11 @@ class _Split:
     def placement(self, name: str, parameter: Tensor, word: str) -> Shard | Replicate:
         """How a parameter lies on the ranks. Raises ValueError where its size does not divide."""
         dim: int | None = None
-        if word in ("colwise", "vocab_embedding", "vocab_loss") or (word in BY_KV_HEAD and self.has_own_head(name)):
+        if word in ("colwise", "colwise_join", "experts_sum", "vocab_embedding", "vocab_loss") or (
+            word in BY_KV_HEAD and self.has_own_head(name)
+        ):
             dim = 0
-        elif word == "packed_colwise" or (word == "rowwise" and name.rpartition(".")[2] != "bias"):
+        elif word == "packed_colwise" or (word in ROWWISE and name.rpartition(".")[2] != "bias"):
             dim = 1
         if word == "colwise_qkv":
             self.check_groups(name, parameter)
@@ -226,6 +241,18 @@ class _Split:
             )
         return scatter(x, self.group, SEQUENCE)
 
+    def own_features(self, x: Tensor) -> Tensor:
+        """This rank's features of those that every rank has."""
+        if x.shape[-1] % self.size:
+            raise ValueError(
+                f"{x.shape[-1]} features cannot be split over tp = {self.size}; use a tp that divides them"
+            )
+        return part(x, self.group, -1)
+
+    def all_features(self, x: Tensor) -> Tensor:
+        """The features of all ranks, from this one's."""
+        return join(x, self.group, -1)
+
     # ------------------------------------------------------------------------------------------ modules
 
     def localise(self, name: str, module: nn.Module, words: Mapping[str, str], *, gathered: bool) -> None:
@@ -234,8 +261,15 @@ class _Split:
         enter = leave = None
         if not gathered and any(word in (*COLWISE, "vocab_loss") for word in words.values()):
             enter = self.enter
-        if "rowwise" in words.values():
+        if "rowwise_part" in words.values():
+            enter = self.own_features
+        if any(word in ROWWISE for word in words.values()):
             leave = self.leave
+        if "colwise_join" in words.values():
+            leave = self.all_features
+        if "experts_sum" in words.values():
+            use_own_experts(name, module, self.rank, self.size)
+            enter, leave = self.enter, self.leave
         for leaf, word in words.items():
             rows = module.get_parameter(leaf).shape[0] // self.size
             if word == "vocab_embedding":
@@ -249,9 +283,11 @@ class _Split:
                 vars(module).update(group=self.group, vocab_start=self.rank * rows)
         if {*words.values()} <= {"colwise", "colwise_kv"}:
             self.tell_group(name, module, words)
-        bias = [leaf for leaf, word in words.items() if word == "rowwise" and leaf == "bias"]
-        told = ", ".join(f"{leaf} {word}" for leaf, word in words.items())
-        _replace_forward(module, local=local, before=enter, after=leave, bias=bias, told=f"{name} ({told})")
+        bias = [leaf for leaf, word in words.items() if word in ROWWISE and leaf == "bias"]
+        told = f"{name} ({', '.join(f'{leaf} {word}' for leaf, word in words.items())})"
+        # Experts get hidden states and the weights of the sum, and have a gradient for both.
+        every = "floating" if "experts_sum" in words.values() else "first"
+        _replace_forward(module, local=local, before=enter, which=every, after=leave, bias=bias, told=told)
 
     def tell_group(self, name: str, module: nn.Module, words: Mapping[str, str]) -> None:
         """A module with an attribute ``group`` computes over features of all ranks, and is told which these are.
@@ -274,7 +310,7 @@ class _Split:
         alone = (
             word in ("replicate", "experts")
             or (word == "sequence" and (gathered or self.sequence_parallel))
-            or (word == "rowwise" and self.sequence_parallel)
+            or (word in ROWWISE and self.sequence_parallel)
             or (word in BY_KV_HEAD and not self.has_own_head(""))
         )
         group = self.group
@@ -292,7 +328,7 @@ class _Split:
 
     def look_up_own_rows(self, module: nn.Module, rows: int) -> None:
         """Make an embedding give zeros for ids of other ranks, and the sum over ranks to the residual stream."""
-        for option in ("padding_idx", "max_norm", "scale_grad_by_freq"):
+        for option in ("max_norm", "scale_grad_by_freq"):
             value = getattr(module, option, None)
             if value is not None and value is not False:
                 raise ValueError(
@@ -300,6 +336,9 @@ class _Split:
                     f"would be applied to each part's own rows; build it without {option}"
                 )
         look_up, start = module.forward, self.rank * rows
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:  # the row without a gradient is one rank's
+            vars(module)["padding_idx"] = padding - start if start <= padding < start + rows else None
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             (ids,) = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -308,6 +347,31 @@ class _Split:
             return self.leave(look_up(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
 
         module.forward = forward
+
+
+def use_own_experts(name: str, module: nn.Module, rank: int, ranks: int) -> None:
+    """Let experts that are called ``module(hidden [T,D], ids [T,k], weights [T,k])`` compute those that a rank has, E/n
+    from r E/n on. Ids of others become E/n, the number that no expert has, and their weights 0: so Hugging Face's own
+    experts are told. Raises ValueError for a module that is called otherwise."""
+    total = getattr(module, "num_experts", None)
+    if total is None or len(inspect.signature(module.forward).parameters) < 3:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is to compute a part of its experts, so it must have an attribute "
+            "`num_experts` and be called with hidden states, numbers of experts and weights; call it 'sequence' in the "
+            "plan, or set parallel.tp to 1"
+        )
+    own, forward = total // ranks, module.forward
+    vars(module).update(num_experts=own, _is_expert_parallel=True)
+
+    def of_own(hidden: Tensor, ids: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        here = ids - rank * own
+        elsewhere = (here < 0) | (here >= own)
+        y: Tensor = forward(
+            hidden, here.masked_fill(elsewhere, own), weights.masked_fill(elsewhere, 0), *args, **kwargs
+        )
+        return y
+
+    module.forward = of_own
 
 
 def compute_locally(module: nn.Module) -> None:
@@ -325,7 +389,7 @@ def _replace_forward(
     *,
     local: Mapping[str, Local] | None = None,
     before: Local | None = None,
-    before_all: bool = False,
+    which: str = "first",
     after: Local | None = None,
     bias: list[str] | None = None,
     told: str = "",
@@ -333,8 +397,8 @@ def _replace_forward(
     """Wrap ``module.forward``: ``before`` on its input, ``after`` on the result, and in between the parameters of
     ``local`` in their local form. Those of ``bias`` are left out, and added to the result at last.
 
-    The input is the first floating-point tensor among the arguments; with ``before_all`` also every other one of its
-    shape. ``told``: module and plan, for a note on errors.
+    The input is the first floating-point tensor among the arguments; where ``which`` is "alike" also every other one of
+    its shape, where it is "floating" every one. ``told``: module and plan, for a note on errors.
     """
     forward = module.forward
     parameters: Mapping[str, Local] = local or {}
@@ -342,7 +406,7 @@ def _replace_forward(
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            args, kwargs = _entered(module, before, before_all, args, kwargs)
+            args, kwargs = _entered(module, before, which, args, kwargs)
         whole: dict[str, Any] = {name: module._parameters[name] for name in parameters}
         parts: dict[str, Any] = {name: part(whole[name]) for name, part in parameters.items()}
         module._parameters.update({name: None if name in left_out else part for name, part in parts.items()})
@@ -370,17 +434,19 @@ def _replace_forward(
 
 
 def _entered(
-    module: nn.Module, before: Local, every: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, before: Local, which: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with ``before`` on the first floating-point tensor, or on every one of its shape; one that is given
-    twice is sent once."""
+    """Arguments with ``before`` on the first floating-point tensor, or on others too (`_replace_forward`); one that is
+    given twice is sent once."""
     found = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
     if not found:
         raise TypeError(
             f"{type(module).__name__} gets its input from other tensor-parallel ranks, so one of its arguments must be "
             f"a tensor of floating-point numbers; what came was {[type(v).__name__ for v in (*args, *kwargs.values())]}"
         )
-    inputs = [v for v in found if v is found[0] or (every and v.shape == found[0].shape)]
+    inputs = [
+        v for v in found if v is found[0] or which == "floating" or (which == "alike" and v.shape == found[0].shape)
+    ]
     entered = {id(v): before(v) for v in inputs}
 
     def new(value: Any) -> Any:
