@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kforge_data.buffers import Allocate
     from kforge_data.masks import Transform
     from kforge_data.sources import Source
 
@@ -47,9 +48,10 @@ def make_batch(
     cu_length: int | None,
     pin: bool = False,
     transforms: Sequence[Transform] = (),
+    allocate: Allocate = np.empty,
 ) -> Batch:
     """Read and pack rows [B] into a batch on the host; ids of -1, which must come last, give rows of padding.
-    ``transforms`` change the raw rows in between."""
+    ``transforms`` change the raw rows in between, and ``allocate`` gives the memory of the batch."""
     real = row_ids[row_ids != PADDING_ROW]
     if real.size:
         block = apply(transforms, source.read_rows(real, row_tokens)).padded(len(row_ids))
@@ -57,8 +59,8 @@ def make_batch(
         none = np.empty(0, np.int64)
         empty = np.zeros((0, row_tokens + 1), np.uint16)
         block = RowBlock(empty, none, none, none, np.empty(0, np.int16)).padded(len(row_ids))
-    packed = pack_rows(block, isolate_documents=isolate_documents, cu_length=cu_length)
-    source_ids = np.empty((len(row_ids), row_tokens), np.int16)
+    packed = pack_rows(block, isolate_documents=isolate_documents, cu_length=cu_length, allocate=allocate)
+    source_ids: NDArray[np.int16] = allocate((len(row_ids), row_tokens), np.int16)
     source_ids[:] = block.source_ids[:, None]
     arrays = {
         "input_ids": packed.input_ids,

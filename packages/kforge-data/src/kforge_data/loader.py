@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kforge_data._torch import end_workers
 from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
 from kforge_data.batch_size import BatchSize
 from kforge_data.best_fit import hash_seed
 from kforge_data.mixture import Mixture
 from kforge_data.phases import RowPhase
-from kforge_data.workers import WORKER_KINDS, RowReader, Rows, Sender, Sent, in_phase, read_in_processes
+from kforge_data.workers import WORKER_KINDS, ProcessReader, RowReader, Rows, Sender, Sent, in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -119,8 +118,11 @@ class Loader:
         # Steps are counted from here: the start of the run, or the resume that changed the size of steps.
         self._base_step, self._base_position = 0, 0
         self._starts, self._end = self._lay_out([])
-        self._reader = RowReader(self._sources, isolate_documents, cu_lengths, transforms)
-        self._from_processes: Iterator[Batch] | None = None
+        # As many as a step has and are read ahead, and those of the step before, which somebody may look at still.
+        steps = max(len(_cut(of_step // world, microbatch_rows)) for _, of_step in self._size.sizes())
+        keep = 2 * (2 * steps + workers)
+        self._reader = RowReader(self._sources, isolate_documents, cu_lengths, transforms, keep)
+        self._from_processes: ProcessReader | None = None
         threads = workers if worker_kind == "thread" else min(workers, 1)  # one takes what processes give, in order
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kforge-data") if threads else None
         self._sender = Sender(self._device)
@@ -259,7 +261,7 @@ class Loader:
             return self._sender.receive(self._read(*self._advance()))
         ahead = self._microbatches(step) + self._workers
         if self._worker_kind != "thread" and self._from_processes is None:
-            self._from_processes = read_in_processes(
+            self._from_processes = ProcessReader(
                 self._reader,
                 self._row_ids_from(self._read_step, self._read_microbatch),
                 workers=self._workers,
@@ -326,7 +328,7 @@ class Loader:
         wait(self._ahead)
         self._ahead.clear()
         if self._from_processes is not None:
-            end_workers(self._from_processes)
+            self._from_processes.close()
             self._from_processes = None
         self._read_step, self._read_microbatch = self.step, 0
 

@@ -8,13 +8,14 @@ position 0. Padding, which only the end of the stream has, is one more document 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kforge_data.buffers import Allocate
     from kforge_data.sources import RowBlock
 
 IGNORE = -100
@@ -39,10 +40,11 @@ class PackedRows:
     """Longest document, rounded up to a multiple of 128, at most S. S when documents are not isolated."""
 
 
-def row_labels(block: RowBlock) -> NDArray[np.int64]:
+def row_labels(block: RowBlock, allocate: Allocate = np.empty) -> NDArray[np.int64]:
     """Labels [R, S] of a block: the next token, -100 across document boundaries, on padding and where masked."""
-    width = block.tokens.shape[1]
-    labels = block.tokens[:, 1:].astype(np.int64)
+    rows, width = block.tokens.shape
+    labels: NDArray[np.int64] = allocate((rows, width - 1), np.int64)
+    labels[:] = block.tokens[:, 1:]
     labels[block.start_rows, block.start_columns - 1] = IGNORE
     if block.masked is not None:
         labels[block.masked[:, 1:]] = IGNORE
@@ -51,17 +53,20 @@ def row_labels(block: RowBlock) -> NDArray[np.int64]:
     return labels
 
 
-def pack_rows(block: RowBlock, *, isolate_documents: bool = True, cu_length: int | None = None) -> PackedRows:
+def pack_rows(
+    block: RowBlock, *, isolate_documents: bool = True, cu_length: int | None = None, allocate: Allocate = np.empty
+) -> PackedRows:
     """Make model rows [R, S] of a raw block [R, S+1].
 
     `cu_length` is the fixed length of `cu_seqlens`, so that shapes do not change from batch to batch; None takes what
-    this block needs. ValueError if the block holds more documents than fit.
+    this block needs. `allocate` gives the memory. ValueError if the block holds more documents than fit.
     """
     rows, length = block.tokens.shape[0], block.tokens.shape[1] - 1
-    input_ids = block.tokens[:, :length].astype(np.int64)
-    labels = row_labels(block)
+    input_ids: NDArray[np.int64] = allocate((rows, length), np.int64)
+    input_ids[:] = block.tokens[:, :length]
+    labels = row_labels(block, allocate)
+    positions: NDArray[np.int64] = allocate((rows, length), np.int64)
     if not isolate_documents:
-        positions = np.empty((rows, length), np.int64)
         positions[:] = np.arange(length)
         return PackedRows(input_ids, labels, positions, None, None, length)
     total = rows * length
@@ -76,20 +81,42 @@ def pack_rows(block: RowBlock, *, isolate_documents: bool = True, cu_length: int
     # Document number inside the row: number in the block, less that of the row's first document.
     first_of_row = np.flatnonzero(starts % length == 0)
     number = np.arange(len(starts)) - np.repeat(first_of_row, np.diff(first_of_row, append=len(starts)))
-    doc_ids: NDArray[Any] = np.repeat(number, lengths)
-    positions = np.arange(total)
-    positions -= np.repeat(starts, lengths)
-    cu_seqlens = np.full(cu_length, total, np.int32)
+    doc_ids: NDArray[np.int64] = allocate((rows, length), np.int64)
+    _fill_documents(positions.reshape(-1), doc_ids.reshape(-1), starts, lengths, number)
+    cu_seqlens: NDArray[np.int32] = allocate((cu_length,), np.int32)
     cu_seqlens[: len(starts)] = starts
+    cu_seqlens[len(starts) :] = total
     longest = int(lengths.max(initial=1))
     return PackedRows(
         input_ids=input_ids,
         labels=labels,
-        position_ids=positions.reshape(rows, length),
-        doc_ids=doc_ids.reshape(rows, length),
+        position_ids=positions,
+        doc_ids=doc_ids,
         cu_seqlens=cu_seqlens,
         max_seqlen=min(length, -(-longest // SEQLEN_MULTIPLE) * SEQLEN_MULTIPLE),
     )
+
+
+# Documents of so many tokens, on the mean, are filled in one after the other; shorter ones all at once.
+_LONG = 256
+
+
+def _fill_documents(
+    positions: NDArray[np.int64],
+    doc_ids: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    number: NDArray[np.int64],
+) -> None:
+    """Positions 0.. of each document, and its number, into arrays [n] that documents at ``starts`` fill."""
+    if len(starts) * _LONG <= len(positions):
+        count = np.arange(int(lengths.max(initial=0)))
+        for start, size, which in zip(starts.tolist(), lengths.tolist(), number.tolist(), strict=True):
+            positions[start : start + size] = count[:size]
+            doc_ids[start : start + size] = which
+        return
+    np.subtract(np.arange(len(positions)), np.repeat(starts, lengths), out=positions)
+    doc_ids[:] = np.repeat(number, lengths)
 
 
 def _document_starts(block: RowBlock, length: int) -> NDArray[np.int64]:
