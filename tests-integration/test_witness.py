@@ -205,6 +205,8 @@ ERRORS = {
     "parallel.cp": (2, "cannot be divided"),
     "parallel.pp": (2, "cannot be divided"),
     "parallel.ep": (2, "expert parallelism is laid over dp_shard, cp and tp, and each of them is 1"),
+    "parallel.compress": ("int8", "is for what replicas send one another"),
+    "parallel.compress_rank": (2, "only powersgd has a rank"),
     "parallel.device": ("cuda", "sees no CUDA device"),
     "data.train": ("nowhere", "no such folder"),
     "data.tokenizer": ("nowhere.json", "data.tokenizer"),

@@ -8,7 +8,7 @@ from chunks import packed, ring_by_chunks, whole_attention
 from toy import IDS, Toy, fill
 
 import kforge_parallel as kp
-from kforge_parallel import fp8
+from kforge_parallel import compress, fp8
 
 
 @pytest.fixture
@@ -243,3 +243,38 @@ def test_a_model_in_fp8_is_near_the_one_in_bf16(mesh, mode, options):
     assert got_loss == pytest.approx(loss, rel=0.01)
     for name in ("layers.0.linear.weight", "embed.weight"):
         assert 1e-3 < (got[name] - gradients[name]).norm() / gradients[name].norm() < 0.15, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_compressed_gradients_are_those_of_the_cpu(codec):
+    encode, decode = compress.CODECS[codec]
+    x = torch.randn(4, 64 * 256) * torch.logspace(-20, 4, 4)[:, None]
+    assert torch.equal(encode(x.cuda()).cpu(), encode(x))
+    assert torch.equal(decode(encode(x).cuda(), torch.float32).cpu(), decode(encode(x), torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"compress": "int8"}, {"compress": "powersgd", "compress_rank": 1}], ids=str)
+def test_no_reduction_waits_for_the_device(mesh, options):
+    """Of one replica alone, which is all that one device has: nothing is lost by what is sent to nobody."""
+    mode, rank = options["compress"], options.get("compress_rank", 4)
+    compression = compress.Compression(mode, rank, "one", torch.float32, mesh.device)
+    model = torch.nn.Linear(64, 64, device=mesh.device)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh.device_mesh["dp_shard"])
+    compression.add(model, mesh.replicas())
+    model(torch.randn(8, 64, device=mesh.device)).sum().backward()
+    model.zero_grad()
+    x, gate = torch.randn(8, 64, device=mesh.device), torch.ones((), device=mesh.device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).sum().backward()
+        compression.settle(gate)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    left = compression.state_dict()["left"]
+    assert any(name.partition(".")[2].startswith("error") for name in left)
+    gradient = x.sum(0).expand(64, 64).contiguous()
+    near = (model.weight.grad.to_local() - gradient).norm() / gradient.norm()
+    assert near < (0.02 if mode == "int8" else 1e-3)  # the gradient of this loss has rank 1

@@ -125,6 +125,8 @@ WITH: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["model.rope_factor", "model.rope_original_len", "model.rope_attn_factor"], YARN),
     **dict.fromkeys(["model.rope_low", "model.rope_high"], LLAMA3),
     "model.mtp_weight": {"model.mtp_depth": 1},
+    "parallel.compress": {"parallel.dp_replicate": 2},
+    "parallel.compress_rank": {"parallel.dp_replicate": 2, "parallel.compress": "powersgd"},
     "parallel.recompute_every": {"parallel.recompute": "full"},
     "parallel.recompute_keep": {"parallel.recompute": "selective"},
     "parallel.pp_stages": {"parallel.pp_schedule": "interleaved_1f1b"},

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kforge_parallel.axes import resolve_axes as resolve_axes
     from kforge_parallel.build import parallelize as parallelize
     from kforge_parallel.compile import compile_blocks as compile_blocks
+    from kforge_parallel.compress import Compression as Compression
+    from kforge_parallel.compress import compression_of as compression_of
     from kforge_parallel.config import ParallelConfig as ParallelConfig
     from kforge_parallel.context import shard_rows as shard_rows
     from kforge_parallel.estimate import Estimate as Estimate
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 # Public name -> the module it lives in. Nothing is imported until it is asked for. A module must not have the name
 # of something public in it: importing the module would put it in that thing's place.
 _HOME = {
+    "Compression": "compress",
     "LAYOUT_CLASSES": "layout",
     "Candidate": "planner",
     "Estimate": "estimate",
@@ -72,6 +75,7 @@ _HOME = {
     "check_replicas": "replicas",
     "choose_device": "world",
     "compile_blocks": "compile",
+    "compression_of": "compress",
     "decoder_parameters": "shape",
     "estimate_layout": "estimate",
     "expand_hosts": "world",

@@ -189,3 +189,13 @@ def extend_gather(root: torch.nn.Module, parameters: set[torch.nn.Parameter]) ->
                     parameter._extensions_data = ExtensionsData()
                     found.append(parameter.sharded_param)
     return found
+
+
+def reduced_shapes(unit: FSDPModule) -> list[torch.Size]:
+    """Shapes of the parts that a rank gets of an FSDP unit's gradients, filled up to those of the first rank, in the
+    order in which the hook of `set_all_reduce_hook` finds them one after the other. Stands in for a hook that is told
+    of them."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    parameters = [p for group in groups if group is not None for p in group.fsdp_params]
+    return [p.padded_sharded_param_size for p in parameters if p.sharded_param.requires_grad]

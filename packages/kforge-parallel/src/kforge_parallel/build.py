@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from kforge_parallel._torch import keep_donated_buffers, times_written
 from kforge_parallel.activation import recompute_blocks
+from kforge_parallel.axes import product_text
 from kforge_parallel.compile import compile_blocks
+from kforge_parallel.compress import Compression
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.context import spread_attention
 from kforge_parallel.expert import find_mixtures, spread_experts
@@ -99,6 +101,11 @@ def parallelize(
         names, tied = _names(model), _tied(model)
         roots = list(stages_of(model).calls)
         parts = [call.stage for call in stages_of(model).calls]
+    compression = None
+    if config.compress != "none" and mesh.axes["dp_replicate"] > 1:
+        layout = product_text(mesh.axes)
+        compression = Compression(config.compress, config.compress_rank, layout, precision.reduce, mesh.device)
+        vars(model)["compression"] = compression
     for part, root in zip(parts, roots, strict=True):
         block_list = find_blocks(part, blocks)
         own = words if words is None or part is whole else words.of(part)
@@ -127,6 +134,7 @@ def parallelize(
                 prefetch=config.prefetch,
                 cpu_offload=config.cpu_offload,
                 root=root,
+                compression=compression,
             )
             check("sharding")
     if init is not None:
@@ -152,6 +160,13 @@ def parallelize(
     if wrapped and not config.cpu_offload and mesh.pp_size == 1:
         gather_in_fp8(model, mesh)
     check_replicas(model)
+    if compression is not None and dist.get_rank() == 0:
+        _log.info(
+            "parallel.compress = %s: each rank sends its replicas %.1f MB a reduction instead of %.1f MB",
+            config.compress,
+            compression.bytes_sent / 1e6,
+            compression.bytes_uncompressed / 1e6,
+        )
     return model
 
 

@@ -83,6 +83,13 @@ class ParallelConfig:
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
     """How the microbatches of a step add up. unsharded: on each process, in fp32, reduced over processes once, after
     the last; costs a whole fp32 gradient on each. sharded: reduced after each; costs the transfer each time."""
+    compress: Literal["none", "bf16", "int8", "powersgd"] = "none"
+    """How gradients travel between replicas (dp_replicate). none: in fp32. bf16: rounded, twice. int8: blocks of 256
+    values under one scale; what is lost is added to the next step's (error feedback). powersgd: the greatest part that
+    a product of two thin matrices can hold, with error feedback too. Error feedback costs 8 bytes for each parameter
+    of a process's shard."""
+    compress_rank: int = 4
+    """Columns of the matrices that powersgd sends."""
     prefetch: int = 0
     """How many blocks ahead weights are gathered, in forward and in backward. 0: torch's own order (the next block in
     backward, none ahead in forward)."""
@@ -103,8 +110,9 @@ class ParallelConfig:
     @property
     def layout_exact(self) -> bool:
         """Whether losses are the same on any layout but for rounding. FP8 rounds the smallest values of a tensor by its
-        largest, and which tokens are in one tensor depends on the layout."""
-        return self.fp8 == "none"
+        largest, and which tokens are in one tensor depends on the layout. Compressed gradients differ by what each
+        replica rounds away."""
+        return self.fp8 == "none" and self.compress == "none"
 
     def __post_init__(self) -> None:
         if isinstance(self.fp8, str) and self.fp8.lower() in ("mxfp8", "nvfp4"):
@@ -164,6 +172,7 @@ class ParallelConfig:
                 "parallel.offload_activations = true moves what blocks save, and parallel.recompute = selective keeps "
                 "outputs on the device beside that; set recompute to full or none, or offload_activations to false"
             )
+        self._check_compression()
         if self.prefetch < 0:
             raise ValueError(f"parallel.prefetch = {self.prefetch} must be 0 (torch's order) or more blocks")
         if self.storage != "fp32" and self.precision != "bf16":
@@ -179,6 +188,28 @@ class ParallelConfig:
         for name in ("init_timeout_s", "build_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, name) <= 1e8:
                 raise ValueError(f"parallel.{name} = {getattr(self, name)} must be above 0 and at most 1e8 seconds")
+
+    def _check_compression(self) -> None:
+        if self.compress_rank < 1 or (self.compress_rank != type(self).compress_rank and self.compress != "powersgd"):
+            raise ValueError(
+                f"parallel.compress_rank = {self.compress_rank} cannot be with parallel.compress = {self.compress}; it "
+                "must be at least 1, and only powersgd has a rank"
+            )
+        if self.compress != "none" and self.dp_replicate == 1:
+            raise ValueError(
+                f"parallel.compress = {self.compress} is for what replicas send one another, and parallel.dp_replicate "
+                "= 1; set dp_replicate to their number, or compress to none"
+            )
+        if self.compress in ("int8", "powersgd") and self.precision == "fp16":
+            raise ValueError(
+                f"parallel.compress = {self.compress} adds what it lost to the next step's gradients, which under "
+                "parallel.precision = fp16 may be scaled by another number; use bf16 for either of them"
+            )
+        if self.compress != "none" and self.cpu_offload:
+            raise ValueError(
+                f"parallel.compress = {self.compress} keeps what it loses on the device, and parallel.cpu_offload = "
+                "true is for weights that have no room there; set one of them back"
+            )
 
 
 @cache

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kforge_parallel.axes import shard_dim
+from kforge_parallel.compress import Compression
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.precision import Precision
 
@@ -62,6 +63,7 @@ def shard(
     prefetch: int = 0,
     cpu_offload: bool = False,
     root: nn.Module | None = None,
+    compression: Compression | None = None,
 ) -> None:
     """Shard ``model`` in place: one unit a block, one a group of `find_units`, and the root for the rest.
 
@@ -73,12 +75,16 @@ def shard(
     data ranks, as the other gradients are.
 
     root: a module with the model in it that is called instead of it, and so is the root; None: the model.
+
+    compression: how replicas sum up, which is told of each unit; None: torch's own all-reduce.
     """
     if gradients not in ("sum", "mean"):
         raise ValueError(f"gradients = {gradients!r} must be 'sum' or 'mean'")
     dealt = experts or []
 
     def unit(modules: nn.Module | list[nn.Module], reshard: bool, data: DeviceMesh = mesh.fsdp) -> None:
+        if compression is not None:
+            data = data[data.mesh_dim_names[-1]]  # type: ignore[index]
         shards = data.size(data.ndim - 1)
         fully_shard(  # type: ignore[call-overload]
             modules,
@@ -102,11 +108,14 @@ def shard(
     unit(root, False)
     _set_prefetch(blocks, dealt, prefetch)
     for module in root.modules():
-        if isinstance(module, FSDPModule) and (gradients == "sum" or module in dealt):
+        if isinstance(module, FSDPModule) and (gradients == "sum" or module in dealt or compression is not None):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
             module.set_gradient_divide_factor(1.0)
-            if gradients == "mean":  # no factor: torch 2.13 divides by it twice where there is one shard
-                module.set_all_reduce_hook(partial(_divide, mesh.data_size * mesh.cp_size))
+            ranks = mesh.data_size * mesh.cp_size if gradients == "mean" else 1
+            if compression is not None:
+                compression.add(module, mesh.replicas(experts=module in dealt), ranks)
+            elif ranks > 1:  # no factor: torch 2.13 divides by it twice where there is one shard
+                module.set_all_reduce_hook(partial(_divide, ranks))
 
 
 def _divide(by: int, total: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 
-from kforge_parallel.axes import AXES, resolve_axes
+from kforge_parallel.axes import AXES, count_text, resolve_axes
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.stages import check_schedule, split_layers
 
@@ -89,6 +89,11 @@ def check_layout(
         if refused is not None:
             raise ValueError(refused) from None
         raise
+    if config.compress != "none" and axes["dp_replicate"] == 1:
+        raise ValueError(
+            f"parallel.compress = {config.compress} is for what replicas send one another, and parallel.dp_replicate "
+            f"is 1 of {count_text(world_size)}; start more, or set compress to none"
+        )
     if shape is not None:
         _check_shape(axes, shape)
         if axes["pp"] > 1 and "n_layers" in shape:

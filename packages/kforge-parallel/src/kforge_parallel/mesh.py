@@ -87,6 +87,12 @@ class Mesh:
             return self.expert_mesh["dp_replicate", "expert_shard"]
         return self.expert_mesh["expert_shard"]
 
+    def replicas(self, *, experts: bool = False) -> dist.ProcessGroup:
+        """The ranks that hold the same parts of the weights as this one, or of the experts that ep deals out."""
+        root = self.expert_mesh if experts else self.device_mesh
+        assert root is not None
+        return root["dp_replicate"].get_group()
+
     @property
     def pp(self) -> DeviceMesh:
         """The 1-D mesh of the ranks that have the other stages of this one's pipeline; of size 1 where pp is 1."""

@@ -66,11 +66,15 @@ def precision_table(config: ParallelConfig, world_size: int) -> dict[str, str]:
     summed = short[precision.reduce]
     remark = {"tf32": " (products in TF32)", "fp16": " (loss scaled)"}.get(config.precision, "")
     how = {"split": ", the bits missing to fp32 with the optimizer", "stochastic": ", rounded stochastically"}
+    replicas = {"bf16": ", bf16 between replicas", "int8": ", int8 between replicas with error feedback"}
+    replicas["powersgd"] = f", rank {config.compress_rank} between replicas (PowerSGD) with error feedback"
     return {
         "weights": short[precision.storage] + how.get(config.storage, ""),
         "compute": short[precision.compute] + remark,
         "gradients over microbatches": f"{summed}, {config.accumulate}",
         "gradients over ranks": "one rank"
         if world_size == 1
-        else summed + (", then rounded to bf16 once" if config.storage in how else ""),
+        else summed
+        + replicas.get(config.compress, "")
+        + (", then rounded to bf16 once" if config.storage in how else ""),
     }

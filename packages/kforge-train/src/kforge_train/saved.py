@@ -115,7 +115,7 @@ def fit_layout(config: ParallelConfig, world_size: int) -> ParallelConfig:
     try:
         check_layout(config, world_size)
     except ValueError:
-        return replace(config, dp_shard=-1, dp_replicate=1, tp=1, cp=1, pp=1, ep=1)
+        return replace(config, dp_shard=-1, dp_replicate=1, tp=1, cp=1, pp=1, ep=1, compress="none", compress_rank=4)
     return config
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kforge_ckpt import CheckpointError
+from kforge_ckpt import CheckpointError, PerRank
 from kforge_optim import clip
-from kforge_parallel import check_replicas, phase, precision_of, precision_table
+from kforge_parallel import check_replicas, compression_of, phase, precision_of, precision_table
 from kforge_resilience import exitcodes
 from kforge_train.balance import update_balance
 from kforge_train.build import Job, build, versions
@@ -33,6 +33,8 @@ class Trainer:
         self.config = job.config
         self.next_step = 0
         """Optimizer steps done, which is the number of the next one."""
+        self.compression = compression_of(job.model)
+        """What the replicas of a job that compresses gradients have left over."""
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
         self.save_failed = False
@@ -40,10 +42,21 @@ class Trainer:
         self.time_is_up = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"next_step": self.next_step}
+        left = {} if self.compression is None else {"compression": PerRank(self.compression.state_dict())}
+        return {"next_step": self.next_step, **left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_step = int(state["next_step"])
+        if self.compression is None:
+            return
+        saved = state.get("compression", [])
+        rank, world = self.job.mesh.rank, self.job.mesh.size
+        if len(saved) != world or saved[rank] is None or not self.compression.load_state_dict(saved[rank]):
+            self.job.log.info(
+                "what compressed gradients had left over is forgotten: the checkpoint was made without "
+                "parallel.compress = %s, or with other axes",
+                self.config.parallel.compress,
+            )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -83,6 +96,8 @@ class Trainer:
         lr = max(job.optimizer.lrs().values())
         job.optimizer.step(scale=factor / boost, gate=vote.gate)
         job.optimizer.zero_grad()
+        if self.compression is not None:
+            self.compression.settle(vote.gate)
         load = update_balance(job.model, job.mesh, vote.gate, self.next_step, self.config.train.steps)
         self.next_step += 1
         clip_scores(job.model, job.optimizer, self.config.optim, job.mesh, window, vote.gate, self.next_step)
@@ -215,7 +230,7 @@ class Trainer:
         if not self.config.model.layout_exact:
             job.log.info("the losses depend on how the batch is spread: model.expert_capacity, or balance_over = batch")
         if not self.config.parallel.layout_exact:
-            job.log.info("the losses depend a little on how the batch is spread: parallel.fp8")
+            job.log.info("the losses depend a little on how the batch is spread: parallel.fp8, or parallel.compress")
         for what, how in precision_table(self.config.parallel, job.mesh.size).items():
             job.log.info("%s: %s", what, how)
 
