@@ -101,7 +101,8 @@ ROWS = {
         # 150 GB of an H200 holds the activations of two rows, and nothing is run again.
         Row(name="8b", preset="llama3-8b", microbatch_rows=2, target=12_600, **LEAN),
         Row(name="8b-packed", preset="llama3-8b", microbatch_rows=2, isolate_documents=True, **LEAN),
-        Row(name="8b-fp8", preset="llama3-8b", microbatch_rows=2, fp8="tensorwise", target=17_500, **LEAN),
+        # The target is 1.35 times the row in bf16.
+        Row(name="8b-fp8", preset="llama3-8b", microbatch_rows=2, fp8="tensorwise", target=16_400, **LEAN),
         # One text as long as a step. Blocks run again, but not their attention, half of the work at this length.
         Row(
             name="8b-32k",

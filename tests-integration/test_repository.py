@@ -132,6 +132,11 @@ def test_public_names_are_those_of_the_snapshot() -> None:
     assert not found, "\n".join(["meant? then: python tools/public_names.py --write", *found])
 
 
+def test_the_readme_quotes_the_kept_results() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert tool("performance").written(readme) == readme, "run python tools/performance.py --write"
+
+
 def test_differences_of_public_names_are_told() -> None:
     old = {"kforge_a": {"f": "(x: int)", "g": "()"}}
     new = {"kforge_a": {"f": "(x: float)", "h": "()"}}
