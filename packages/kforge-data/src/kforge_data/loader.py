@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kforge_data.sources import Source
 
 _STATE_VERSION = 1
+_FIND_ROWS = 512
 
 logger = logging.getLogger("kforge_data")
 
@@ -118,6 +120,8 @@ class Loader:
         # Steps are counted from here: the start of the run, or the resume that changed the size of steps.
         self._base_step, self._base_position = 0, 0
         self._starts, self._end = self._lay_out([])
+        self._found: dict[int, NDArray[np.int64]] = {}
+        self._found_lock = threading.Lock()
         # As many as a step has and are read ahead, and those of the step before, which somebody may look at still.
         steps = max(len(_cut(of_step // world, microbatch_rows)) for _, of_step in self._size.sizes())
         keep = 2 * (2 * steps + workers)
@@ -304,14 +308,32 @@ class Loader:
         """Rows of one microbatch; rows of padding last, in the place of those that are skipped or past the end."""
         rank_rows = self._size.at(step) // self._world
         sizes = _cut(rank_rows, self._microbatch_rows)
-        rows, offset = sizes[microbatch], self._rank * rank_rows + sum(sizes[:microbatch])
-        positions = self._first(step) + offset + np.arange(rows, dtype=np.int64)
+        rows, offset = sizes[microbatch], sum(sizes[:microbatch])
         phase = self._phase_at(step)
-        here = self._rows_at(phase, positions if self._end is None else positions[positions < self._end])
-        here = here[~np.isin(in_phase(phase, here), self._quarantined)]
+        here = self._rank_rows(step)[offset : offset + rows]
+        if self._quarantined.size:
+            here = here[~np.isin(in_phase(phase, here), self._quarantined)]
         row_ids = np.full(rows, PADDING_ROW, np.int64)
         row_ids[: len(here)] = here
         return Rows(phase, row_ids)
+
+    def _rank_rows(self, step: int) -> NDArray[np.int64]:
+        """Rows of this rank in a step, in order. Those of some further steps are found with them: to find one costs as
+        much as to find a hundred."""
+        with self._found_lock:
+            if step not in self._found:
+                phase, positions = self._phase_at(step), []
+                for later in range(step, step + max(1, _FIND_ROWS // (self._size.at(step) // self._world))):
+                    if self._phase_at(later) != phase:
+                        break
+                    rank_rows = self._size.at(later) // self._world
+                    first = self._unbounded_first(later) + self._rank * rank_rows
+                    some = np.arange(first, first + rank_rows, dtype=np.int64)
+                    positions.append(some if self._end is None else some[some < self._end])
+                found = self._rows_at(phase, np.concatenate(positions))
+                ends = np.cumsum([len(some) for some in positions])
+                self._found = dict(zip(itertools.count(step), np.split(found, ends[:-1]), strict=False))
+            return self._found[step]
 
     def _rows_at(self, phase: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         source, row_tokens = self._sources[phase]
@@ -327,6 +349,7 @@ class Loader:
             future.cancel()
         wait(self._ahead)
         self._ahead.clear()
+        self._found = {}
         if self._from_processes is not None:
             self._from_processes.close()
             self._from_processes = None

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from kforge_data._torch import end_workers
 from kforge_data.batch import Batch, make_batch, to_device
 from kforge_data.buffers import Blocks, Cutter, cut
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
     from numpy.typing import NDArray
 
     from kforge_data.buffers import Allocate
@@ -100,87 +105,159 @@ def in_phase(phase: int, row_ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class _InBlock(NamedTuple):
-    """A tensor that lies in a block of shared memory."""
+    """An array that lies in a block of shared memory."""
 
     offset: int
     shape: tuple[int, ...]
     dtype: str
 
 
-class _SharedReader(Dataset[Batch]):
-    """What a worker process has: the reader, and blocks of memory that it shares with the process of the loader."""
+class _Failure(NamedTuple):
+    """What was raised in a worker."""
 
-    def __init__(self, reader: RowReader, blocks: list[torch.Tensor]) -> None:
-        self._reader, self._blocks = reader, blocks
+    kind: type[BaseException]
+    text: str
 
-    def __getitem__(self, job: tuple[Rows, int | None]) -> Batch:
-        """The batch of some rows, its tensors in the block of this number, and then only told where they lie in it."""
-        rows, number = job
-        if number is None:
-            return self._reader.read(rows)
-        block = self._blocks[number].numpy()
-        batch = self._reader.read(rows, allocate=Cutter(block))
-        for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                offset = value.data_ptr() - block.ctypes.data
-                if 0 <= offset < len(block):
-                    batch[name] = _InBlock(offset, tuple(value.shape), value.numpy().dtype.str)
-        return batch
+    def error(self) -> BaseException:
+        try:
+            return self.kind(self.text)
+        except Exception:  # a kind that wants other arguments
+            return RuntimeError(self.text)
+
+
+_PARENT_CHECK_S = 5.0
+_END_S = 10.0
+
+
+def _work(
+    jobs: Connection, others: Sequence[Connection], reader: RowReader, tensors: Sequence[torch.Tensor], parent: int
+) -> None:
+    """What a worker process does: batches of the rows that come through the pipe, until it is closed at the other end.
+
+    Signals that are meant for the process of the loader reach its whole group; it decides when workers end.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    for other in others:  # ends that a fork has copied, and that would keep other pipes open
+        other.close()
+    torch.set_num_threads(1)
+    blocks = [tensor.numpy() for tensor in tensors]
+    try:
+        while True:
+            while not jobs.poll(_PARENT_CHECK_S):
+                if os.getppid() != parent:
+                    return
+            rows, number = jobs.recv()
+            try:
+                jobs.send(_batch_in(None if number is None else blocks[number], reader, rows))
+            except (BrokenPipeError, ConnectionResetError):
+                return
+            except Exception as error:
+                jobs.send(_Failure(type(error), f"in a worker process: {error}\n\n{traceback.format_exc()}"))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _batch_in(block: NDArray[np.uint8] | None, reader: RowReader, rows: Rows) -> Batch:
+    """The batch of some rows, with arrays in the place of tensors: told where in the block they lie, or whole."""
+    batch = reader.read(rows, allocate=None if block is None else Cutter(block))
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            array = value.numpy()
+            offset = -1 if block is None else array.ctypes.data - block.ctypes.data
+            inside = block is not None and 0 <= offset < len(block)
+            batch[name] = _InBlock(offset, array.shape, array.dtype.str) if inside else array
+    return batch
 
 
 class ProcessReader:
-    """The batch of each of ``rows``, in order, from worker processes of torch's DataLoader, ``ahead`` at a time.
+    """The batch of each of ``rows``, in order, from worker processes that are ``ahead`` batches ahead, and one each.
 
-    Tensors come in blocks of shared memory that are used again, not through the pipe nor in memory made for each.
-    An error in a worker is raised here with the worker's traceback, and so is its death.
+    Tensors come in blocks of shared memory that are used again; through the pipes goes only where they lie. An error in
+    a worker is raised here with the worker's traceback, and so is its death. Processes end by `close`, or when the one
+    that made them is gone.
     """
 
     def __init__(
         self, reader: RowReader, rows: Iterable[Rows], *, workers: int, kind: str, ahead: int, pin: bool
     ) -> None:
-        prefetch = max(2, -(-ahead // workers))
-        count = min(workers * prefetch + 3 * ahead, MOST_BYTES // reader.batch_bytes)  # those on the way, and in use
+        self._ahead, self._pin, self._rows = ahead + workers, pin, iter(rows)
+        count = min(self._ahead + 3 * ahead, MOST_BYTES // reader.batch_bytes)  # those on the way, and in use
         tensors = [torch.empty(reader.batch_bytes, dtype=torch.uint8).share_memory_() for _ in range(count)]
         self._blocks = Blocks([tensor.numpy() for tensor in tensors])
         self._on_the_way: deque[int | None] = deque()
-        self._pin = pin
-        loader = DataLoader(
-            _SharedReader(reader, tensors),
-            batch_size=None,
-            sampler=self._jobs(rows),
-            num_workers=workers,
-            prefetch_factor=prefetch,
-            collate_fn=_as_it_is,
-            multiprocessing_context=kind,
-        )
-        self._batches = iter(loader)
+        self._sent = self._received = 0
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        context: Any = multiprocessing.get_context(kind)
+        for number in range(workers):
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            copied = tuple(self._pipes) if kind == "fork" else ()
+            process = context.Process(
+                target=_work,
+                args=(theirs, copied, reader, tensors, os.getpid()),
+                name=f"kforge-data-{number}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
 
-    def _jobs(self, rows: Iterable[Rows]) -> Iterator[tuple[Rows, int | None]]:
-        for some in rows:
-            number = self._blocks.take(tuple(n for n in self._on_the_way if n is not None))
+    def _send_ahead(self) -> None:
+        while len(self._on_the_way) < self._ahead and (rows := next(self._rows, None)) is not None:
+            number = self._blocks.take([n for n in self._on_the_way if n is not None])
+            self._pipes[self._sent % len(self._pipes)].send((rows, number))
             self._on_the_way.append(number)
-            yield some, number
+            self._sent += 1
 
     def __next__(self) -> Batch:
-        batch: Batch = next(self._batches)
+        worker = self._received % len(self._pipes)
+        try:
+            self._send_ahead()
+            if not self._on_the_way:
+                raise StopIteration
+            answer = self._pipes[worker].recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise self._death() from None
+        if isinstance(answer, _Failure):
+            raise answer.error()
         number = self._on_the_way[0]
-        for name, value in batch.items():
+        for name, value in answer.items():
             if isinstance(value, _InBlock):
                 assert number is not None
-                value = torch.from_numpy(cut(self._blocks[number], *value))
-                batch[name] = value.pin_memory() if self._pin else value
-            elif self._pin and isinstance(value, torch.Tensor):
-                batch[name] = value.pin_memory()
+                value = cut(self._blocks[number], *value)
+            if isinstance(value, np.ndarray) and name != "row_ids":
+                tensor = torch.from_numpy(value)
+                answer[name] = tensor.pin_memory() if self._pin else tensor
         self._on_the_way.popleft()
+        self._received += 1
+        batch: Batch = answer
         return batch
+
+    def _death(self) -> RuntimeError:
+        for process in self._processes:
+            process.join(_END_S if process is self._processes[self._received % len(self._processes)] else 0)
+        ends = [f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)}" for process in self._processes]
+        return RuntimeError(f"a worker process that read rows has ended: {', '.join(ends)}")
 
     def close(self) -> None:
         """End the processes and wait for them."""
-        end_workers(self._batches)
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(_END_S)
+            if process.is_alive():  # it hangs where it reads
+                process.kill()
+                process.join()
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _end_of(code: int | None) -> str:
+    if code is None:
+        return "is alive"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}; if that was SIGKILL, perhaps for want of memory"
+    return f"exited with code {code}"
 
 
 class Sent(NamedTuple):
