@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,10 @@ class SentencePieceTokenizer(Tokenizer):
         found = int(self._model.piece_to_id(token))
         return found if self._model.id_to_piece(found) == token else None  # what it does not know is <unk>
 
-    def _encode(self, texts: Sequence[str], parse_special: bool) -> list[Sequence[int]]:
+    def _encode(self, texts: Sequence[str], parse_special: bool) -> Iterator[list[int]]:
         if parse_special:
             raise ValueError("a sentencepiece model finds no control tokens in text; leave parse_special out")
-        return list(self._model.encode(list(texts), out_type=int, num_threads=os.cpu_count() or 1))
+        return iter(self._model.encode(list(texts), out_type=int, num_threads=os.cpu_count() or 1))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of ids. Control tokens appear by name, or not at all with `skip_special`."""
@@ -110,11 +110,11 @@ class TiktokenTokenizer(Tokenizer):
         except KeyError:
             return None
 
-    def _encode(self, texts: Sequence[str], parse_special: bool) -> list[Sequence[int]]:
+    def _encode(self, texts: Sequence[str], parse_special: bool) -> Iterator[list[int]]:
         threads = os.cpu_count() or 1
         if parse_special:
-            return list(self._encoding.encode_batch(list(texts), num_threads=threads, allowed_special="all"))
-        return list(self._encoding.encode_ordinary_batch(list(texts), num_threads=threads))
+            return iter(self._encoding.encode_batch(list(texts), num_threads=threads, allowed_special="all"))
+        return iter(self._encoding.encode_ordinary_batch(list(texts), num_threads=threads))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of ids. Special tokens appear by name, or not at all with `skip_special`."""

@@ -7,16 +7,16 @@ recognising special tokens, and a tokenizer is known by a fingerprint of its def
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from tokenizers import Tokenizer as _Library
@@ -130,7 +130,7 @@ class Tokenizer:
         Strings that look like special tokens stay text, so that a document cannot forge control tokens;
         `parse_special=True` turns them into the special ids instead.
         """
-        return list(self._encode([text], parse_special)[0])
+        return next(self._encode([text], parse_special))
 
     def encode_batch(
         self, texts: Sequence[str], *, parse_special: bool = False
@@ -139,14 +139,15 @@ class Tokenizer:
 
         Uses all cores, unless the environment variable TOKENIZERS_PARALLELISM is false.
         """
-        encoded = self._encode(texts, parse_special)
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        flat = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32, int(lengths.sum()))
-        return flat, lengths
+        flat, lengths = array("I"), []  # which takes a list four times as fast as NumPy does
+        for ids in self._encode(texts, parse_special):
+            flat.fromlist(ids)
+            lengths.append(len(ids))
+        return np.array(flat, np.uint32), np.array(lengths, np.int64)
 
-    def _encode(self, texts: Sequence[str], parse_special: bool) -> list[Sequence[int]]:
+    def _encode(self, texts: Sequence[str], parse_special: bool) -> Iterator[list[int]]:
         encodings = self._library(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return (encoding.ids for encoding in encodings)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of ids. Special tokens appear by name, or not at all with `skip_special`.
