@@ -236,3 +236,26 @@ def test_scores_are_not_rounded_to_bfloat16(options: dict[str, Any]) -> None:
     weights = core_module.attention_weights_of(q, k, mask, **given)
     wide = core_module.attention_weights_of(q.double(), k.double(), mask, **given)
     assert (weights - wide).abs().max() < 1e-4
+
+
+def test_one_graph_for_documents_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of CUDA is called with its bound on lengths, which is a part of a compiled graph."""
+    graphs = 0
+
+    def by_documents(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, **_: Any) -> Tensor:
+        return torch.zeros_like(q) + longest
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    monkeypatch.setattr(AttentionCore, "kernel", lambda *_: "varlen")
+    monkeypatch.setattr(core_module, "varlen_causal", by_documents)
+    core = core_of()
+    compiled = torch.compile(core.forward, backend=backend, fullgraph=True, dynamic=False)
+    q = k = v = torch.randn(1, 4, 16, 8)
+    for longest in range(8, 16):
+        rows = Rows.packed([[longest, 16 - longest]])
+        assert (compiled(q, k, v, rows) == 16).all() and (core(q, k, v, rows) == longest).all()
+    assert graphs == 1

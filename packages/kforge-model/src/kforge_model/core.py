@@ -183,7 +183,8 @@ class AttentionCore(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
         if kernel == "varlen":
             batch, _, seq, _ = q.shape
-            ends, longest = rows.cu_seqlens, rows.max_seqlen
+            # A compiled graph is made for the number it sees. No document is longer than a row: that is one for all.
+            ends, longest = rows.cu_seqlens, seq if torch.compiler.is_compiling() else rows.max_seqlen
             if ends is None:
                 ends, longest = getattr(rows, "row_ends", None), seq
             if ends is None:
