@@ -154,7 +154,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "more"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "more"), LAYOUTS, ids=["replicas", "hsdp", "tp"])
 def test_where_nothing_is_rounded_replicas_equal_one_process(layout, more):
     toy = partial(compare, model=exchanged.toy_sent_whole, batch=comparable.BATCH, loss=comparable.loss, run=run_ranks)
     toy(ParallelConfig(compress="bf16", **layout), **more).check()
