@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kforge_parallel.activation import recompute_blocks as recompute_blocks
     from kforge_parallel.axes import resolve_axes as resolve_axes
     from kforge_parallel.build import parallelize as parallelize
+    from kforge_parallel.causal_lm import CausalLM as CausalLM
     from kforge_parallel.compile import compile_blocks as compile_blocks
     from kforge_parallel.compress import Compression as Compression
     from kforge_parallel.compress import compression_of as compression_of
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 # of something public in it: importing the module would put it in that thing's place.
 _HOME = {
     "Compression": "compress",
+    "CausalLM": "causal_lm",
     "LAYOUT_CLASSES": "layout",
     "Candidate": "planner",
     "Estimate": "estimate",

@@ -25,7 +25,7 @@ from kforge_parallel.compile import compile_blocks
 from kforge_parallel.compress import Compression
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.context import spread_attention
-from kforge_parallel.expert import find_mixtures, spread_experts
+from kforge_parallel.expert import find_mixtures, has_experts, spread_experts
 from kforge_parallel.fp8 import check_device, described, multiply_in_fp8
 from kforge_parallel.fp8_gather import gather_in_fp8
 from kforge_parallel.fp8_kept import keep_in_fp8
@@ -94,7 +94,7 @@ def parallelize(
     _tie(model, tied)
     check("conversion")
     words = _resolve(model, mesh, config, plan) if mesh.tp_size > 1 else None
-    whole, mixed = model, bool(find_mixtures(model))
+    whole, mixed = model, has_experts(model)
     parts, roots = [model], [model]
     if mesh.pp_size > 1:
         model = cut(model, mesh, config, blocks)
@@ -111,7 +111,7 @@ def parallelize(
         own = words if words is None or part is whole else words.of(part)
         _to_fp8(part, config, mesh, own)
         experts = []
-        if part is whole or not mixed or find_mixtures(part):  # a stage may have none of the model's
+        if part is whole or not mixed or has_experts(part):  # a stage may have none of the model's
             experts = spread_experts(part, mesh, own.parameters if own else {})
         check("expert parallelism")
         if own is not None:

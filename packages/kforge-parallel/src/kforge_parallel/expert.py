@@ -19,6 +19,7 @@ made: nothing is divided and nothing is counted twice.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from torch.distributed.tensor import Shard
 from kforge_parallel.collectives import sum_all
 from kforge_parallel.kept import keep
 from kforge_parallel.mesh import Mesh
-from kforge_parallel.tensor import compute_locally, cut
+from kforge_parallel.tensor import compute_locally, cut, with_every_gradient
 
 # ------------------------------------------------------------------------------------------ transport
 
@@ -204,6 +205,47 @@ def find_mixtures(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def find_called(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module, for experts as Hugging Face's models have them: parameters [E,…], an attribute ``num_experts``,
+    called ``experts(hidden [T,D], ids [T,k], weights [T,k])``."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts"
+        and isinstance(getattr(module, "num_experts", None), int)
+        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        and len(inspect.signature(module.forward).parameters) > 2
+    }
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has experts that ep can deal out."""
+    return bool(find_mixtures(model) or find_called(model))
+
+
+def spread_called(experts: dict[str, nn.Module], mesh: Mesh) -> list[nn.Module]:
+    """Deal out experts as `find_called` finds them over the ep ranks of ``mesh``. In place; returns their modules."""
+    assert mesh.expert_mesh is not None
+    ep = mesh.expert_mesh["ep"]
+    if mesh.tp_size > 1:
+        raise ValueError(
+            f"parallel.ep = {ep.size()} with parallel.tp = {mesh.tp_size}: all tensor-parallel ranks of a Hugging Face "
+            "model have whole rows and would send each token several times; set tp to 1, or ep to 1 (its plan then "
+            "deals whole experts out over tp)"
+        )
+    for name, module in experts.items():
+        exchange = AllToAllExchange(ep.get_group(), _deal_out(name, module, ep))
+        vars(module)["num_experts"] = exchange.n_experts // ep.size()
+        module.forward = partial(exchange.forward, experts=partial(_call_sorted, module, module.forward))
+    return [*experts.values()]
+
+
+def _call_sorted(module: nn.Module, call: Callable[..., Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+    """Experts that want ids and weights, on rows sorted by expert."""
+    ids = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+    return with_every_gradient(call(rows, ids[:, None], rows.new_ones(len(rows), 1)), module)
+
+
 def spread_experts(model: nn.Module, mesh: Mesh, words: Mapping[str, str]) -> list[nn.Module]:
     """Deal the experts of every mixture out over the ep ranks of ``mesh``, or, where ep is 1, let the ranks that hold
     parts of a row count together. In place; names do not change.
@@ -224,6 +266,8 @@ def spread_experts(model: nn.Module, mesh: Mesh, words: Mapping[str, str]) -> li
         return []
     rows = [*row, mesh.tp.get_group()] if mesh.tp_size > 1 else row
     ep = mesh.expert_mesh["ep"]
+    if not mixtures and (called := find_called(model)):
+        return spread_called(called, mesh)
     if not mixtures:
         raise ValueError(
             f"parallel.ep = {ep.size()}, but {type(model).__name__} has no experts: no module of it has children "

@@ -374,6 +374,15 @@ def use_own_experts(name: str, module: nn.Module, rank: int, ranks: int) -> None
     module.forward = of_own
 
 
+def with_every_gradient(y: Tensor, module: nn.Module) -> Tensor:
+    """y itself, of which every parameter of a module gets a gradient, of zeros where it took no part: which parameters
+    have one must not differ between ranks."""
+    for parameter in module.parameters(recurse=False):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        y = y + 0 * local.flatten()[:1].sum().to(y.dtype)
+    return y
+
+
 def compute_locally(module: nn.Module) -> None:
     """Make a module compute on this rank's part of its own parameters, which are DTensors."""
 

@@ -1,0 +1,143 @@
+"""Hugging Face models on packed rows over ranks that have parts of rows, experts or blocks, against one process."""
+
+import families
+import pytest
+import torch
+import torch.distributed as dist
+from attending import documents
+from torch.nn import functional as F
+
+from kforge_parallel import ParallelConfig, Pipeline, launch, parallelize, shard_rows
+from kforge_parallel.causal_lm import CausalLM, Plain
+from kforge_testing import run_ranks
+
+LENGTHS = [[8], [1, 7], [3, 5], [2, 2, 4]]
+THREE = ("Llama", "Qwen3", "Qwen3Moe")
+UNTIED = {"tie_word_embeddings": False}
+
+
+class Rows:
+    def __init__(self, part):
+        self.position_ids, self.doc_ids = part["positions"], part["docs"]
+        self.cu_seqlens, self.max_seqlen = None, 0
+        if "whole" in part:
+            self.columns, self.whole = part["columns"], Rows(part["whole"])
+
+
+def make_batch():
+    docs, positions, _ = documents(LENGTHS)
+    labels = families.IDS.roll(-1, 1)
+    labels[docs != docs.roll(-1, 1)] = -100
+    labels[:, -1] = -100
+    return {"ids": families.IDS, "labels": labels, "positions": positions, "docs": docs}
+
+
+BATCH = make_batch()
+
+
+def call(model, part):
+    return model(part["ids"], Rows(part), labels=part["labels"], scale=0.1)
+
+
+def packed_loss(model, part):
+    loss, nll = call(model, part)
+    assert torch.allclose(loss, 0.1 * nll.sum(), rtol=1e-12) and not nll.requires_grad
+    return loss
+
+
+def through_stages(mesh):
+    def loss(model, part):
+        losses = [torch.zeros((), dtype=torch.float64)]
+
+        def stage(module, x, number):
+            rows = {name: value[number : number + 1] for name, value in part.items()}
+            made = call(module, rows | ({} if x is None else {"ids": x}))
+            if isinstance(made, torch.Tensor):
+                return made
+            losses.append(made[0].detach())
+            return made[0]
+
+        pipeline = Pipeline(model, mesh)
+        pipeline.train(stage, [pipeline.hidden_shape(ids, families.DIM) for ids in part["ids"].split(1)])
+        return torch.stack(losses).sum().requires_grad_()
+
+    return loss
+
+
+def run_layout(rank, world, layout, names):
+    mesh = launch(ParallelConfig(precision="fp64", sequence_parallel=False, **layout))
+    worst = {}
+    for name in names:
+        options = {"num_hidden_layers": 4, "mlp_only_layers": []} if name == "Qwen3Moe" else {"num_hidden_layers": 4}
+
+        def build(name=name, options=options):
+            return CausalLM(families.build(name, **options, **UNTIED))
+
+        whole, gradients, weights = families.step(build(), BATCH, packed_loss)
+        model = parallelize(build, mesh, gradients="sum")
+        rows = {key: value.chunk(mesh.data_size)[mesh.data_rank] for key, value in BATCH.items()}
+        loss = through_stages(mesh) if mesh.pp_size > 1 else packed_loss
+        total, other_gradients, other_weights = families.step(model, shard_rows(rows, mesh), loss)
+        dist.all_reduce(total)
+        errors = [(total / mesh.tp_size / whole - 1).abs().item()]
+        for got, want in ((other_gradients, gradients), (other_weights, weights)):
+            errors.append(max(((got[n] - want[n]).abs().max() / want[n].abs().max()).item() for n in got))
+        worst[name] = max(errors), {*got}, {*want}
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ({"cp": 2}, THREE),
+        ({"cp": 2, "cp_style": "ulysses"}, ("Qwen3",)),
+        ({"cp": 2, "cp_style": "ring"}, ("Llama",)),
+        ({"ep": 2}, ("Qwen3Moe", "Mixtral")),
+        ({"pp": 2}, THREE),
+        ({"pp": 2, "pp_schedule": "zbv"}, ("Qwen3Moe",)),
+        ({"tp": 2}, ("Qwen3",)),
+        ({"pp": 2, "dp_shard": 2, "ep": 2}, ("Qwen3Moe",)),
+        ({"tp": 2, "cp": 2}, ("Qwen3Moe",)),
+    ],
+    ids=str,
+)
+def test_layouts_compute_what_one_process_computes(layout, names):
+    world = 4 if len(layout) > 2 or layout.keys() == {"tp", "cp"} else 2
+    found = run_ranks(run_layout, world, layout, names, init=False, timeout_s=120)
+    for name in names:
+        errors, got, want = zip(*(rank[name] for rank in found), strict=True)
+        assert max(errors) < 1e-10, (name, errors)
+        assert set().union(*got) == want[0]  # no stage's weights are left out
+
+
+def test_documents_of_a_row_do_not_see_one_another():
+    model = CausalLM(families.build("Qwen3"))
+    rows = Rows({key: value[2:3] for key, value in BATCH.items()})
+    both = model(families.IDS[2:3], rows)
+    alone = [model(part) for part in families.IDS[2:3].split([3, 5], 1)]
+    assert torch.allclose(both, torch.cat(alone, 1), rtol=1e-12, atol=0)
+    assert not torch.allclose(both[:, 3:], model(families.IDS[2:3])[:, 3:], rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3Moe", "Olmo2", "Cohere2"])
+def test_a_plain_row_is_what_transformers_computes(name):
+    want = families.build(name)(input_ids=families.IDS, use_cache=False).logits
+    got = CausalLM(families.build(name))(families.IDS)
+    assert torch.allclose(got, want, rtol=1e-6 if name in families.CASTS else 1e-11, atol=1e-7)
+    labels = BATCH["labels"]
+    loss, nll = CausalLM(families.build(name))(families.IDS, None, labels=labels, scale=2.0)
+    each = F.cross_entropy(want.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    assert torch.allclose(nll, each, rtol=1e-6) and torch.allclose(loss, 2 * each.sum(), rtol=1e-6)
+
+
+def test_what_it_cannot_is_refused():
+    with pytest.raises(ValueError, match=r"type 'olmo2' cannot be cut into stages .*llama, qwen3, qwen3_moe can"):
+        CausalLM(families.build("Olmo2")).stage(True, [0], False)
+    with pytest.raises(ValueError, match="tie_word_embeddings = true"):
+        CausalLM(families.build("Llama", tie_word_embeddings=True)).stage(True, [0], False)
+    with pytest.raises(ValueError, match=r"Gemma2Attention has softcap 50\.0"):
+        CausalLM(families.build("Gemma2"))(families.IDS)
+    with pytest.raises(ValueError, match="output_router_logits = true"):
+        CausalLM(families.build("Qwen3Moe", output_router_logits=True))
+    with pytest.raises(ValueError, match="labels need a scale"):
+        CausalLM(families.build("Llama"))(families.IDS, Plain(BATCH["positions"]), labels=BATCH["labels"])
