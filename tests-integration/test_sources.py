@@ -1,12 +1,21 @@
 """Every kind of source is reached from a job, and what is read from it is what it holds."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from jobs import VOCAB, job, train, values
 
-from kforge_data import ShardWriter, TokenShards, tokenize_files, train_tokenizer, write_megatron
+from kforge_data import (
+    DataConfig,
+    ShardWriter,
+    TokenShards,
+    tokenize_files,
+    train_tokenizer,
+    training_source,
+    write_megatron,
+)
 from kforge_testing import run_ranks
 from kforge_train import ConfigError, JobConfig
 from kforge_train.build import check
@@ -71,6 +80,53 @@ def test_text_trains_as_its_tokens_do(kind, losses, tmp_path):
     expected = losses(data__train=str(tmp_path / "tokens"), **more)
     place = str(tmp_path / kind) if kind == "lines.jsonl" else f"datasets://{tmp_path}/lines.jsonl"
     assert losses(data__train=place, data__text_field="body", **more) == expected
+
+
+def test_a_stream_trains_on_any_number_of_ranks(tmp_path):
+    """Saved by two ranks and gone on with by one, a dataset that is read while training gives the losses of one run."""
+    texts = [f"{i} and {i * i} make {i + i * i}. " * (1 + i % 7) for i in range(200)]
+    tokenizer = train_tokenizer(texts, vocab_size=300)
+    tokenizer.save(tmp_path / "t.json")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def run(name, ranks, steps, **overrides):
+        config = job(
+            tmp_path,
+            tmp_path / name,
+            model__vocab_size=300,
+            data__train="",
+            data__mixture=[
+                {"name": "live", "path": f"datasets://{tmp_path}/lines.jsonl?stream=1", "weight": 3},
+                {"name": "kept", "path": str(tmp_path / "lines.jsonl")},
+            ],
+            data__tokenizer=str(tmp_path / "t.json"),
+            data__cache=str(tmp_path / "cache"),
+            data__heldout="",
+            data__lanes=4,
+            data__stream_block=16,
+            train__steps=steps,
+            ckpt__every_steps=2,
+            optim__schedule="constant",
+            optim__warmup_steps=0,
+            **overrides,
+        )
+        assert run_ranks(train, ranks, config) == [0] * ranks
+        return values(tmp_path / name, "loss")
+
+    straight = run("straight", 1, 6)
+    run("moved", 2, 2, data__microbatch_rows=1)
+    run("moved", 1, 4, data__workers=2)
+    assert run("moved", 2, 6) == pytest.approx(straight, rel=1e-5)
+
+    def source(**changes):
+        stream = f"datasets://{tmp_path}/lines.jsonl?stream=1"
+        return DataConfig(train=stream, tokenizer=str(tmp_path / "t.json"), **changes)
+
+    orders = [training_source(source(**change)) for change in ({}, {"lanes": 32}, {"stream_block": 16})]
+    assert len({order.fingerprint for order in orders}) == 3
+    refused = job(tmp_path, tmp_path / "no", model__vocab_size=300, data__global_rows=3, parallel__dp_shard=3)
+    with pytest.raises(ConfigError, match=r"data\.lanes = 64 cannot be dealt to 3 data ranks"):
+        check(replace(refused, data=replace(source(), global_rows=3, row_tokens=16)), 3)
 
 
 def test_a_document_that_is_there_twice_is_scored_once(tmp_path):

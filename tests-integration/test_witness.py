@@ -231,6 +231,8 @@ ELSEWHERE = {
     "ckpt.resume": "test_starting_afresh_over_checkpoints_is_refused",
     "data.dtype": "test_every_kind_of_source_trains_alike (test_sources.py)",
     "data.eos_id": "test_every_kind_of_source_trains_alike (test_sources.py)",
+    "data.lanes": "test_a_stream_trains_on_any_number_of_ranks (test_sources.py)",
+    "data.stream_block": "test_a_stream_trains_on_any_number_of_ranks (test_sources.py)",
     "data.text_field": "test_text_trains_as_its_tokens_do (test_sources.py)",
     "data.cache_wait_s": "test_one_builds_while_others_wait (test_cached.py)",
     "data.mask_duplicates": "test_a_document_that_is_there_twice_is_scored_once (test_sources.py)",

@@ -131,6 +131,12 @@ def test_in_a_config(corpus: list[str], tokenizer: Tokenizer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"train": "?stream=1", "packing": "best_fit"}, "data.packing = best_fit looks at all documents before"),
+        ({"train": "?stream=1", "mask_short": 9}, "data.mask_short = 9 looks at all documents before"),
+        ({"train": "?stream=1", "mask_duplicates": True}, "data.mask_duplicates = True looks at all documents before"),
+        ({"train": "?stream=1", "tokenizer": ""}, "stream=1 is text, which takes a tokenizer"),
+        ({"lanes": 0}, "data.lanes = 0 must be at least 1"),
+        ({"stream_block": 0}, "data.stream_block = 0 must be at least 1"),
         ({"tokenizer": ""}, r"is text, which takes a tokenizer; name its tokenizer.json \(data.tokenizer\)"),
         ({"text_field": "texts"}, "no record has the field 'texts'"),
         ({"cache_wait_s": -1.0}, "data.cache_wait_s = -1.0 must be"),
@@ -142,5 +148,7 @@ def test_what_cannot_be(
 ) -> None:
     tokenizer.save(tmp_path / "t.json")
     options = {"train": corpus[0], "tokenizer": str(tmp_path / "t.json"), "cache": str(tmp_path / "cache"), **change}
+    if options["train"].startswith("?"):
+        options["train"] = corpus[2] + options["train"]
     with pytest.raises(ValueError, match=message):
         training_source(DataConfig(**options))

@@ -58,7 +58,7 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
 
 SOURCE = {
     *("train", "heldout", "tokenizer", "mixture", "mixture_by", "mixture_temperature", "phases"),
-    *("dtype", "eos_id", "packing", "cache", "cache_wait_s", "text_field"),
+    *("dtype", "eos_id", "packing", "cache", "cache_wait_s", "text_field", "lanes", "stream_block"),
     *("mask_short", "mask_duplicates"),
     *("mask_repetition", "repetition_period", "answer_start", "answer_end"),
 }

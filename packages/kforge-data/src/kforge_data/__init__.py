@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from kforge_data.duplicates import write_deduplicated as write_deduplicated
     from kforge_data.hugging_face import DatasetStream as DatasetStream
     from kforge_data.hugging_face import DatasetTexts as DatasetTexts
+    from kforge_data.lanes import LaneState as LaneState
+    from kforge_data.lanes import StreamedDocuments as StreamedDocuments
     from kforge_data.loader import Loader as Loader
     from kforge_data.loader import evaluation_batches as evaluation_batches
     from kforge_data.loader import evaluation_rows as evaluation_rows
+    from kforge_data.loader import merge_states as merge_states
     from kforge_data.masks import AnswersOnly as AnswersOnly
     from kforge_data.masks import MaskRepetition as MaskRepetition
     from kforge_data.masks import mask_documents as mask_documents
@@ -54,9 +57,12 @@ if TYPE_CHECKING:
     from kforge_data.raw import TokenFiles as TokenFiles
     from kforge_data.shard_writer import ShardWriter as ShardWriter
     from kforge_data.shards import TokenShards as TokenShards
+    from kforge_data.sources import LanedSource as LanedSource
     from kforge_data.sources import MeasuredSource as MeasuredSource
     from kforge_data.sources import RowBlock as RowBlock
     from kforge_data.sources import Source as Source
+    from kforge_data.sources import in_order as in_order
+    from kforge_data.sources import lanes_of as lanes_of
     from kforge_data.stats import Stats as Stats
     from kforge_data.stats import token_stats as token_stats
     from kforge_data.streams import TokenStream as TokenStream
@@ -76,6 +82,8 @@ _HOME = {
     "DatasetStream": "hugging_face",
     "DatasetTexts": "hugging_face",
     "KneserNeyBigram": "ngram",
+    "LaneState": "lanes",
+    "LanedSource": "sources",
     "Loader": "loader",
     "MaskRepetition": "masks",
     "MeasuredSource": "sources",
@@ -91,6 +99,7 @@ _HOME = {
     "ShardWriter": "shard_writer",
     "Source": "sources",
     "Stats": "stats",
+    "StreamedDocuments": "lanes",
     "TokenFiles": "raw",
     "TokenShards": "shards",
     "TokenStream": "streams",
@@ -102,7 +111,10 @@ _HOME = {
     "epoch_order": "order",
     "evaluation_batches": "loader",
     "evaluation_rows": "loader",
+    "in_order": "sources",
+    "lanes_of": "sources",
     "mask_documents": "masks",
+    "merge_states": "loader",
     "ngram_baseline": "ngram",
     "open_configured": "opening",
     "open_tokens": "opening",

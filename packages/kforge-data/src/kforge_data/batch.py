@@ -9,7 +9,7 @@ import torch
 
 from kforge_data.masks import apply
 from kforge_data.packing import pack_rows
-from kforge_data.sources import RowBlock
+from kforge_data.sources import merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kforge_data.buffers import Allocate
     from kforge_data.masks import Transform
-    from kforge_data.sources import Source
+    from kforge_data.sources import RowBlock, Source
 
 Batch = dict[str, Any]
 """One microbatch of B rows of S tokens:
@@ -53,14 +53,30 @@ def make_batch(
     """Read and pack rows [B] into a batch on the host; ids of -1, which must come last, give rows of padding.
     ``transforms`` change the raw rows in between, and ``allocate`` gives the memory of the batch."""
     real = row_ids[row_ids != PADDING_ROW]
-    if real.size:
-        block = apply(transforms, source.read_rows(real, row_tokens)).padded(len(row_ids))
-    else:
-        none = np.empty(0, np.int64)
-        empty = np.zeros((0, row_tokens + 1), np.uint16)
-        block = RowBlock(empty, none, none, none, np.empty(0, np.int16)).padded(len(row_ids))
+    block = apply(transforms, source.read_rows(real, row_tokens)) if real.size else merged([], 0, row_tokens)
+    return pack_batch(
+        block.padded(len(row_ids)),
+        row_ids,
+        isolate_documents=isolate_documents,
+        cu_length=cu_length,
+        pin=pin,
+        allocate=allocate,
+    )
+
+
+def pack_batch(
+    block: RowBlock,
+    row_ids: NDArray[np.int64],
+    *,
+    isolate_documents: bool,
+    cu_length: int | None,
+    pin: bool = False,
+    allocate: Allocate = np.empty,
+) -> Batch:
+    """The batch of raw rows [B]. Where the lanes of its rows stand after it is ``lane_states``, which a `Loader` takes
+    out again."""
     packed = pack_rows(block, isolate_documents=isolate_documents, cu_length=cu_length, allocate=allocate)
-    source_ids: NDArray[np.int16] = allocate((len(row_ids), row_tokens), np.int16)
+    source_ids: NDArray[np.int16] = allocate(packed.input_ids.shape, np.int16)
     source_ids[:] = block.source_ids[:, None]
     arrays = {
         "input_ids": packed.input_ids,
@@ -76,6 +92,8 @@ def make_batch(
         batch[name] = tensor.pin_memory() if pin and tensor is not None else tensor
     batch["max_seqlen"] = packed.max_seqlen
     batch["row_ids"] = row_ids
+    if block.resume is not None:
+        batch["lane_states"] = block.resume
     return batch
 
 

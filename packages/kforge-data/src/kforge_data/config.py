@@ -20,7 +20,8 @@ class DataConfig:
     train: str = ""
     """What to train on: a folder of token shards, as `kforge-data tokenize` writes it; a .npy or raw .bin file of ids,
     or a folder of them; the .idx of a Megatron dataset; or text, which is tokenized once into the cache: .jsonl, .txt
-    or .parquet files, or a dataset of Hugging Face as datasets://name?split=train. Empty: `mixture` says it."""
+    or .parquet files, or a dataset of Hugging Face as datasets://name?split=train; or, with ?stream=1, such a dataset
+    that is read while training. Empty: `mixture` says it."""
     mixture: tuple[dict[str, Any], ...] = ()
     """Several sources in the place of `train`, each with `name`, `path`, `weight` (default 1; 0: not before a phase)
     and perhaps `max_epochs`, after which its share goes to the others: [{name = "web", path = "web", weight = 8}]."""
@@ -49,6 +50,11 @@ class DataConfig:
     tokenizer: str = ""
     """The tokenizer that made the shards: a tokenizer.json, a sentencepiece .model, or tiktoken:NAME; used to print
     text, checked by fingerprint, and to tokenize text that is trained on. Empty: not needed."""
+    lanes: int = 64
+    """Lanes that a dataset of Hugging Face is read in while training (datasets://name?stream=1). The data ranks read
+    whole lanes, so their number must divide this one. Another number is another order of rows."""
+    stream_block: int = 128
+    """Documents of a lane that are shuffled among one another, where a dataset is read while training."""
     text_field: str = "text"
     """The key or column of the text in .jsonl and .parquet files and in datasets that do not name one (?field=…)."""
     row_tokens: int = 512
@@ -118,6 +124,9 @@ class DataConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"data.{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        for name in ("lanes", "stream_block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name} = {getattr(self, name)} must be at least 1")
         if not self.cache_wait_s >= 0:
             raise ValueError(f"data.cache_wait_s = {self.cache_wait_s} must be a number of seconds of at least 0")
         if not self.text_field:

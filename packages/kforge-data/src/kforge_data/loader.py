@@ -21,9 +21,21 @@ import torch
 from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
 from kforge_data.batch_size import BatchSize
 from kforge_data.best_fit import hash_seed
-from kforge_data.mixture import Mixture
+from kforge_data.lanes import LaneState
+from kforge_data.mixture import ROW_BITS, Mixture
 from kforge_data.phases import RowPhase
-from kforge_data.workers import WORKER_KINDS, ProcessReader, RowReader, Rows, Sender, Sent, in_phase
+from kforge_data.sources import in_order, lane_rows, laned_parts, lanes_of
+from kforge_data.workers import (
+    PHASE_BITS,
+    WORKER_KINDS,
+    LaneReader,
+    ProcessReader,
+    RowReader,
+    Rows,
+    Sender,
+    Sent,
+    in_phase,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -98,7 +110,17 @@ class Loader:
             raise ValueError(f"worker_kind = {worker_kind!r} is not one of {', '.join(WORKER_KINDS)}")
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs = {epochs} must be at least 1, or None to go on for ever")
-        self._phases = _check_phases([RowPhase(0, row_tokens, source), *phases])
+        given = _check_phases([RowPhase(0, row_tokens, source), *phases])
+        self._phases = [
+            RowPhase(
+                phase.step,
+                phase.row_tokens,
+                in_order(phase.source or source, seed=_phase_seed(seed, k), shuffle=shuffle),
+            )
+            for k, phase in enumerate(given)
+        ]
+        for each, _ in self._sources:
+            _check_lanes(each, world, epochs)
         self._source, self._row_tokens, self._microbatch_rows = source, row_tokens, microbatch_rows
         self._rows = [_rows_or_error(each, length) for each, length in self._sources]
         self._rank, self._world, self._seed, self._shuffle = rank, world, seed, shuffle
@@ -126,7 +148,7 @@ class Loader:
         steps = max(len(_cut(of_step // world, microbatch_rows)) for _, of_step in self._size.sizes())
         keep = 2 * (2 * steps + workers)
         self._reader = RowReader(self._sources, isolate_documents, cu_lengths, transforms, keep)
-        self._from_processes: ProcessReader | None = None
+        self._from_processes: ProcessReader | LaneReader | None = None
         threads = workers if worker_kind == "thread" else min(workers, 1)  # one takes what processes give, in order
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kforge-data") if threads else None
         self._sender = Sender(self._device)
@@ -134,6 +156,7 @@ class Loader:
         self._workers, self._worker_kind = workers, worker_kind
         self._read_step, self._read_microbatch = 0, 0
         self._quarantined = np.empty(0, np.int64)
+        self._lanes: dict[tuple[int, int], dict[int, LaneState]] = {}  # (phase, source) -> lane -> where it stands
         self._closed = False
         self._accept_changed_data = accept_changed_data
 
@@ -210,6 +233,8 @@ class Loader:
         except BaseException:
             self._forget_ahead()
             raise
+        for batch in batches:
+            self._note_lanes(self._phase_at(step), batch)
         self._position = self._first(step + 1)
         return batches
 
@@ -221,7 +246,7 @@ class Loader:
 
     @property
     def _sources(self) -> list[tuple[Source, int]]:
-        return [(phase.source or self._source, phase.row_tokens) for phase in self._phases]
+        return [(phase.source, phase.row_tokens) for phase in self._phases if phase.source is not None]
 
     def _phase_at(self, step: int) -> int:
         return sum(phase.step <= step for phase in self._phases) - 1
@@ -265,14 +290,13 @@ class Loader:
             return self._sender.receive(self._read(*self._advance()))
         ahead = self._microbatches(step) + self._workers
         if self._worker_kind != "thread" and self._from_processes is None:
-            self._from_processes = ProcessReader(
-                self._reader,
-                self._row_ids_from(self._read_step, self._read_microbatch),
-                workers=self._workers,
-                kind=self._worker_kind,
-                ahead=ahead,
-                pin=self._device.type == "cuda",
-            )
+            rows = self._row_ids_from(self._read_step, self._read_microbatch)
+            options: dict[str, Any] = {"workers": self._workers, "kind": self._worker_kind, "ahead": ahead}
+            options["pin"] = self._device.type == "cuda"
+            if any(lanes_of(source) for source, _ in self._sources):
+                self._from_processes = LaneReader(self._reader, rows, world=self._world, **options)
+            else:
+                self._from_processes = ProcessReader(self._reader, rows, **options)
         while len(self._ahead) < ahead and not self._ends_at(self._read_step):
             at = self._advance()
             job = self._pool.submit(self._read, *at) if self._from_processes is None else self._pool.submit(self._fetch)
@@ -327,8 +351,13 @@ class Loader:
                     if self._phase_at(later) != phase:
                         break
                     rank_rows = self._size.at(later) // self._world
-                    first = self._unbounded_first(later) + self._rank * rank_rows
-                    some = np.arange(first, first + rank_rows, dtype=np.int64)
+                    first = self._unbounded_first(later)
+                    if lanes_of(self._sources[phase][0]):  # whole lanes: every world-th position
+                        first += (self._rank - first + self._starts[phase]) % self._world
+                        some = first + self._world * np.arange(rank_rows, dtype=np.int64)
+                    else:
+                        first += self._rank * rank_rows
+                        some = np.arange(first, first + rank_rows, dtype=np.int64)
                     positions.append(some if self._end is None else some[some < self._end])
                 found = self._rows_at(phase, np.concatenate(positions))
                 ends = np.cumsum([len(some) for some in positions])
@@ -340,7 +369,7 @@ class Loader:
         return source.rows_at(
             positions - self._starts[phase],
             row_tokens=row_tokens,
-            seed=hash_seed(self._seed, phase) if phase else self._seed,
+            seed=_phase_seed(self._seed, phase),
             shuffle=self._shuffle,
         )
 
@@ -353,13 +382,75 @@ class Loader:
         if self._from_processes is not None:
             self._from_processes.close()
             self._from_processes = None
+        for phase, (source, _) in enumerate(self._sources):
+            for number, part in laned_parts(source).items():
+                part.start_at(self._lanes.get((phase, number), {}))
         self._read_step, self._read_microbatch = self.step, 0
+
+    # Lanes.
+
+    def _note_lanes(self, phase: int, batch: Batch) -> None:
+        """Take where the lanes stand after the rows of a batch out of it."""
+        states = batch.pop("lane_states", None)
+        if states is None:
+            return
+        count = lanes_of(self._sources[phase][0])
+        for name, state in zip(batch["row_ids"].tolist(), states.tolist(), strict=True):
+            if state[0] < 0:
+                continue
+            number, row = divmod(name & ((1 << PHASE_BITS) - 1), 1 << ROW_BITS)
+            lanes = self._lanes.setdefault((phase, number), {})
+            lanes[row % count] = max(lanes.get(row % count, LaneState(0, 0, 0, 0, 0)), LaneState(*state))
+
+    def _lane_states(self) -> dict[str, list[list[int]]]:
+        """Where this rank's lanes stand, by number of the source: [lane, `LaneState`] each; empty without lanes."""
+        phase = self._phase_at(self.step)
+        source, _ = self._sources[phase]
+        found = {}
+        for number in laned_parts(source):
+            lanes = self._lanes.get((phase, number), {})
+            found[str(number)] = [
+                [lane, *lanes.get(lane, LaneState(0, 0, 0, 0, 0))]
+                for lane in range(self._rank, lanes_of(source), self._world)
+            ]
+        return found
+
+    def _load_lanes(self, state: dict[str, Any], differing: bool) -> None:
+        """Take up the lanes of a state; of another sequence, whose lanes are others, from the first document on."""
+        self._lanes, phase = {}, self._phase_at(self.step)
+        source, row_tokens = self._sources[phase]
+        if not lanes_of(source):
+            return
+        given = lane_rows(source, self._position - self._starts[phase], row_tokens)
+        for number in laned_parts(source):
+            saved = {int(lane): LaneState(*map(int, at)) for lane, *at in state.get("lanes", {}).get(str(number), [])}
+            mine = range(self._rank, lanes_of(source), self._world)
+            rows = given[number].tolist()
+            if differing:
+                saved = {lane: LaneState(rows[lane], 0, 0, 0, 0) for lane in mine}
+            if missing := [lane for lane in mine if lane not in saved]:
+                raise ValueError(
+                    f"the state does not say where lane {missing[0]} stands, nor of {len(missing) - 1} more: it is of "
+                    "one process of several. Save the states of all, and load what merge_states makes of them"
+                )
+            if wrong := [lane for lane in mine if saved[lane].row > rows[lane]]:
+                raise ValueError(
+                    f"lane {wrong[0]} stands at row {saved[wrong[0]].row} in the state, and has given {rows[wrong[0]]} "
+                    f"at position {self._position}; the state is damaged"
+                )
+            self._lanes[phase, number] = {lane: saved[lane] for lane in mine}
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sequence stands and which sequence it is: numbers and a fingerprint, the same on every rank."""
+        """Where the sequence stands and which sequence it is: numbers and a fingerprint, the same on every rank.
+
+        With sources in lanes it has ``lanes`` too, where each lane of this rank stands; `merge_states` joins those of
+        all ranks.
+        """
+        lanes = self._lane_states()
         return {
+            **({"lanes": lanes} if lanes else {}),
             "version": _STATE_VERSION,
             "position": self._position,
             "seed": self._seed,
@@ -410,6 +501,7 @@ class Loader:
         self._position = position
         self._starts, self._end = self._lay_out([0, *(int(start) for start, _, _ in state.get("phases", []))])
         self._quarantined = np.array(sorted(state.get("quarantined", [])), np.int64)
+        self._load_lanes(state, bool(differing))
         self._forget_ahead()
 
     def close(self) -> None:
@@ -521,6 +613,43 @@ def _check_phases(phases: list[RowPhase]) -> list[RowPhase]:
         if phase.step <= before.step:
             raise ValueError(f"a phase from step {phase.step} does not come after that from step {before.step}")
     return phases
+
+
+def _phase_seed(seed: int, phase: int) -> int:
+    return hash_seed(seed, phase) if phase else seed
+
+
+def _check_lanes(source: Source, world: int, epochs: int | None) -> None:
+    """ValueError that says what to change, where a source in lanes cannot be read so."""
+    lanes = lanes_of(source)
+    if lanes % world:
+        raise ValueError(
+            f"lanes = {lanes} cannot be dealt to {world} data-parallel processes, which read whole lanes; use a number "
+            "of processes that divides it. Another number of lanes is another order: it takes a new run"
+        )
+    if lanes and epochs is not None:
+        raise ValueError(
+            f"epochs = {epochs} cannot be kept: {source!r} does not know its rows before it is read, so only the "
+            "number of steps can end it; leave epochs out"
+        )
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state of the states that all ranks had after the same step: that of any, with the lanes of all.
+
+    Where no source has lanes the states are the same already. ValueError for states of different steps.
+    """
+    if not states:
+        raise ValueError("no states to merge")
+    if len({state["position"] for state in states}) > 1:
+        told = ", ".join(str(state["position"]) for state in states)
+        raise ValueError(f"the states are of different steps, at positions {told}")
+    lanes: dict[str, dict[int, list[int]]] = {}
+    for state in states:
+        for number, rows in state.get("lanes", {}).items():
+            lanes.setdefault(number, {}).update((int(row[0]), list(row)) for row in rows)
+    merged = {number: [rows[lane] for lane in sorted(rows)] for number, rows in lanes.items()}
+    return {**states[0], "lanes": merged} if lanes else dict(states[0])
 
 
 def _cut(rows: int, most: int | None) -> list[int]:

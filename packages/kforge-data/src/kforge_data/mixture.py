@@ -6,32 +6,39 @@ each source before any position has a closed form, differs from its share by les
 nothing to compute anywhere. Shares are kept in 2**-31 parts of what reaches a split, and none rounds to nothing.
 
 The sequence is cut where shares change: at phases, and where a source has given all the epochs that it may.
+
+With sources that are read in lanes, the mixture has as many: position p is row p // L of lane p mod L, and each lane
+deals by itself, from a place in the pattern of its own so that together they keep the shares. So the n-th row that
+lane l takes of a source is row n*L + l of it, which lies in the source's lane l. Without, L is 1.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kforge_data.best_fit import hash_seed
-from kforge_data.sources import MeasuredSource, RowBlock
+from kforge_data.order import Permutation
+from kforge_data.sources import LanedSource, MeasuredSource, RowBlock, merged
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BY = ("tokens", "documents")
 _UNIT = 1 << 31
-_ROW_BITS = 48  # a row's number is source * 2**48 + row
+ROW_BITS = 48  # a row's number is source * 2**48 + row
 _FOREVER = 1 << 62
 
 
 class _Stretch(NamedTuple):
-    """Positions from ``first`` on in which shares do not change."""
+    """Positions of one lane, from ``first`` on, in which shares do not change."""
 
     first: int
     order: tuple[int, ...]
@@ -39,7 +46,9 @@ class _Stretch(NamedTuple):
     parts: tuple[int, ...]
     """What each split but the last takes, in 2**-31 of what reaches it."""
     before: tuple[int, ...]
-    """Rows that each source of the mixture has given before ``first``."""
+    """Rows that each source of the mixture has given in this lane before ``first``."""
+    offsets: tuple[int, ...]
+    """What each split adds before it rounds, in 2**-31: half of a row, or the place of a lane in the pattern."""
 
 
 class Mixture:
@@ -97,10 +106,55 @@ class Mixture:
         for k, name in enumerate(() if allow_unread else self.names):
             if not any(weights[k] for _, weights in self._phases):
                 raise ValueError(f"{name} has weight 0 in every phase and would never be read; leave it out")
+        self.laned: dict[int, LanedSource] = {
+            k: source for k, source in enumerate(self._sources) if isinstance(source, LanedSource)
+        }
+        """The sources that are read in lanes, by their place in `names`."""
+        self._check_lanes()
+        self.lanes = max((source.lanes for source in self.laned.values()), default=0)
+        """Lanes of the sequence; 0 if no source has any."""
         content = [list(self.names), [s.fingerprint for s in self._sources], by, temperature, self._phases]
         content.append([repr(epochs) for epochs in self._max_epochs])
         self.fingerprint = "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        self._stretches: dict[int, tuple[list[_Stretch], int | None]] = {}
+        self._stretches: dict[tuple[int, int], tuple[list[_Stretch], int | None]] = {}
+
+    def _check_lanes(self) -> None:
+        """ValueError for what a mixture with sources in lanes cannot be."""
+        found = {self.names[k]: source.lanes for k, source in self.laned.items()}
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"{name} {lanes}" for name, lanes in found.items())
+            raise ValueError(f"the sources of a mixture must have the same number of lanes; these have {told}")
+        if found and self._by == "documents":
+            raise ValueError(
+                f"{min(found)} does not know its documents before it is read, so shares by documents cannot be kept; "
+                'mix by "tokens"'
+            )
+        for k in self.laned:
+            if self._max_epochs[k] != math.inf:
+                raise ValueError(
+                    f"{self.names[k]} does not know its rows before it is read, so max_epochs cannot be kept; leave it "
+                    "out, or tokenize it before"
+                )
+        last = self._phases[-1][1]
+        if found and not any(w and e == math.inf for w, e in zip(last, self._max_epochs, strict=True)):
+            raise ValueError(
+                f"a mixture with lanes ({min(found)}) does not end, and in its last phase every source that has a "
+                "weight has max_epochs; give one without a weight"
+            )
+
+    def ordered(self, *, seed: int, shuffle: bool) -> Mixture:
+        """The same, with its sources in lanes in the order of a seed and not begun. A `Loader` calls it."""
+        other = copy.copy(self)
+        other.laned = {
+            k: source.ordered(seed=hash_seed(seed, self.names[k]), shuffle=shuffle) for k, source in self.laned.items()
+        }
+        other._sources = tuple(other.laned.get(k, source) for k, source in enumerate(self._sources))
+        return other
+
+    def lane_rows(self, position: int, row_tokens: int) -> dict[int, NDArray[np.int64]]:
+        """Rows [L] that each lane of each source in lanes has given before a position, by place in `names`."""
+        given = self._given(position, row_tokens)
+        return {k: given[:, k] for k in self.laned}
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(f'{n}: {s!r}' for n, s in zip(self.names, self._sources, strict=True))})"
@@ -120,9 +174,17 @@ class Mixture:
 
     def counts(self, position: int, row_tokens: int) -> dict[str, int]:
         """Rows that each source gives before a position."""
-        stretch = self._stretch_of(position, row_tokens)
-        inside = _counts(stretch, np.array([position - stretch.first], np.int64), len(self.names))[:, 0]
-        return {name: stretch.before[k] + int(inside[k]) for k, name in enumerate(self.names)}
+        return dict(zip(self.names, self._given(position, row_tokens).sum(axis=0).tolist(), strict=True))
+
+    def _given(self, position: int, row_tokens: int) -> NDArray[np.int64]:
+        """Rows that each lane has given of each source before a position; [L, K]."""
+        lanes, given = max(self.lanes, 1), []
+        for lane in range(lanes):
+            at = -((lane - position) // lanes)
+            stretch = self._stretch_of(at, row_tokens, lane)
+            inside = _counts(stretch, np.array([at - stretch.first], np.int64), len(self.names))[:, 0]
+            given.append(inside + np.array(stretch.before))
+        return np.array(given)
 
     def row_sizes(self, row_tokens: int) -> dict[str, tuple[int, float]]:
         """Of each source: rows of one epoch, and tokens (or documents, if shares are of these) of a row, the mean."""
@@ -139,7 +201,7 @@ class Mixture:
 
     def position_limit(self, row_tokens: int) -> int | None:
         """Rows after which every source has given all its epochs; None if that never happens."""
-        return self._layout(row_tokens)[1]
+        return self._layout(row_tokens, 0)[1]
 
     def _weights_at(self, position: int) -> tuple[float, ...]:
         return [weights for first, weights in self._phases if first <= position][-1]
@@ -158,29 +220,31 @@ class Mixture:
 
     # Stretches of equal shares.
 
-    def _layout(self, row_tokens: int) -> tuple[list[_Stretch], int | None]:
-        if row_tokens not in self._stretches:
-            self._stretches[row_tokens] = self._lay_out(row_tokens)
-        return self._stretches[row_tokens]
+    def _layout(self, row_tokens: int, lane: int) -> tuple[list[_Stretch], int | None]:
+        if (row_tokens, lane) not in self._stretches:
+            self._stretches[row_tokens, lane] = self._lay_out(row_tokens, lane)
+        return self._stretches[row_tokens, lane]
 
-    def _lay_out(self, row_tokens: int) -> tuple[list[_Stretch], int | None]:
-        limits = []
+    def _lay_out(self, row_tokens: int, lane: int) -> tuple[list[_Stretch], int | None]:
+        """Stretches of a lane, and where it ends."""
+        limits, lanes = [], max(self.lanes, 1)
         for name, source, epochs in zip(self.names, self._sources, self._max_epochs, strict=True):
             rows = source.row_count(row_tokens)
             if rows < 1:
                 raise ValueError(f"{name}: {source!r} holds no tokens, so nothing of it can be mixed in")
-            if rows >= 1 << _ROW_BITS:
-                raise ValueError(f"{name} has {rows} rows; a mixture numbers up to 2**{_ROW_BITS}")
-            limits.append(_FOREVER if epochs == math.inf else math.ceil(epochs * rows))
+            if rows >= 1 << ROW_BITS:
+                raise ValueError(f"{name} has {rows} rows; a mixture numbers up to 2**{ROW_BITS}")
+            limits.append(_FOREVER if epochs == math.inf else -((lane - math.ceil(epochs * rows)) // lanes))
         stretches: list[_Stretch] = []
         before = [0] * len(self.names)
-        for number, (first, weights) in enumerate(self._phases):
-            until = self._phases[number + 1][0] if number + 1 < len(self._phases) else _FOREVER
+        begins = [-((lane - first) // lanes) for first, _ in self._phases]
+        for number, (first, (_, weights)) in enumerate(zip(begins, self._phases, strict=True)):
+            until = begins[number + 1] if number + 1 < len(begins) else _FOREVER
             while first < until:
                 open_ = [w if b < limit else 0.0 for w, b, limit in zip(weights, before, limits, strict=True)]
                 if not any(open_):
                     return stretches, first
-                stretch = _stretch(first, self._row_shares(open_, row_tokens), tuple(before))
+                stretch = _stretch(first, self._row_shares(open_, row_tokens), tuple(before), lane, self.lanes)
                 stretches.append(stretch)
                 length = min([until - first, *(self._reaches(stretch, k, limits[k]) for k in stretch.order)])
                 if first + length >= _FOREVER:
@@ -201,8 +265,8 @@ class Mixture:
             low, high = (low, middle) if stretch.before[source] + given >= limit else (middle + 1, high)
         return low
 
-    def _stretch_of(self, position: int, row_tokens: int) -> _Stretch:
-        stretches, limit = self._layout(row_tokens)
+    def _stretch_of(self, position: int, row_tokens: int, lane: int) -> _Stretch:
+        stretches, limit = self._layout(row_tokens, lane)
         if position < 0 or (limit is not None and position > limit):
             raise ValueError(f"position {position} lies outside of a mixture of {limit} rows")
         return [stretch for stretch in stretches if stretch.first <= position][-1]
@@ -220,55 +284,51 @@ class Mixture:
 
     def rows_at(self, positions: NDArray[np.int64], *, row_tokens: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
         """Row ids at these positions, source * 2**48 + its row. Each source has an order, and epochs, of its own."""
-        positions = np.asarray(positions, np.int64)
-        stretches, limit = self._layout(row_tokens)
-        if positions.size and (positions.min() < 0 or (limit is not None and positions.max() >= limit)):
-            raise ValueError(f"position {positions.min()}..{positions.max()} lies outside of a mixture of {limit} rows")
-        which = np.searchsorted([stretch.first for stretch in stretches], positions, side="right") - 1
+        positions, lanes = np.asarray(positions, np.int64), max(self.lanes, 1)
         result = np.empty_like(positions)
-        for number in np.unique(which).tolist():
-            here = np.flatnonzero(which == number)
-            stretch = stretches[number]
-            source, index = _deal(stretch, positions[here] - stretch.first)
+        at, lane_of = np.divmod(positions, lanes)
+        for lane in np.unique(lane_of).tolist():
+            own = np.flatnonzero(lane_of == lane)
+            source, index = self._deal(at[own], row_tokens, lane)
             for k in np.unique(source).tolist():
                 mine = source == k
                 rows = self._sources[k].rows_at(
-                    index[mine] + stretch.before[k],
+                    index[mine] * lanes + lane,
                     row_tokens=row_tokens,
                     seed=hash_seed(seed, self.names[k]),
                     shuffle=shuffle,
                 )
-                result[here[mine]] = rows + (k << _ROW_BITS)
+                result[own[mine]] = rows + (k << ROW_BITS)
         return result
+
+    def _deal(
+        self, positions: NDArray[np.int64], row_tokens: int, lane: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source at each of these positions of a lane, and how many rows of it the lane has given before."""
+        stretches, limit = self._layout(row_tokens, lane)
+        if positions.size and (positions.min() < 0 or (limit is not None and positions.max() >= limit)):
+            raise ValueError(f"position {positions.min()}..{positions.max()} lies outside of a mixture of {limit} rows")
+        which = np.searchsorted([stretch.first for stretch in stretches], positions, side="right") - 1
+        source, index = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(which).tolist():
+            here, stretch = np.flatnonzero(which == number), stretches[number]
+            source[here], index[here] = _deal(stretch, positions[here] - stretch.first)
+            index[here] += np.array(stretch.before)[source[here]]
+        return source, index
 
     def read_rows(self, row_ids: NDArray[np.int64], row_tokens: int) -> RowBlock:
         """The rows of these ids; `source_ids` says which source each is from."""
         row_ids = np.asarray(row_ids, np.int64).reshape(-1)
-        source = row_ids >> _ROW_BITS
+        source = row_ids >> ROW_BITS
         if row_ids.size and (source.min() < 0 or source.max() >= len(self._sources)):
             raise ValueError(f"row {row_ids.min()}..{row_ids.max()} is of no source of this mixture")
         blocks = []
         for k in np.unique(source).tolist():
             here = np.flatnonzero(source == k)
-            block = self._sources[k].read_rows(row_ids[here] - (k << _ROW_BITS), row_tokens)
+            block = self._sources[k].read_rows(row_ids[here] - (k << ROW_BITS), row_tokens)
             blocks.append((here, block))
-        masked = None
-        if any(block.masked is not None for _, block in blocks):
-            masked = np.zeros((len(row_ids), row_tokens + 1), np.bool_)
-            for here, block in blocks:
-                if block.masked is not None:
-                    masked[here] = block.masked
-        kind = np.result_type(*(block.tokens.dtype for _, block in blocks)) if blocks else np.dtype(np.uint16)
-        tokens = np.empty((len(row_ids), row_tokens + 1), kind)
-        valid = np.empty(len(row_ids), np.int64)
-        rows, columns = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for here, block in blocks:
-            tokens[here], valid[here] = block.tokens, block.valid
-            rows.append(here[block.start_rows])
-            columns.append(block.start_columns)
-        start_rows, start_columns = np.concatenate(rows), np.concatenate(columns)
-        order = np.lexsort((start_columns, start_rows))
-        return RowBlock(tokens, valid, start_rows[order], start_columns[order], source.astype(np.int16), masked)
+        block = merged(blocks, len(row_ids), row_tokens)
+        return replace(block, source_ids=source.astype(np.int16))
 
     def max_documents(self, row_tokens: int) -> int:
         """The most documents in any one row of any source."""
@@ -300,26 +360,36 @@ def _read_phases(
     return tuple(result)
 
 
-def _stretch(first: int, shares: Sequence[float], before: tuple[int, ...]) -> _Stretch:
+def _stretch(first: int, shares: Sequence[float], before: tuple[int, ...], lane: int, lanes: int) -> _Stretch:
     order = tuple(sorted((k for k, share in enumerate(shares) if share > 0), key=lambda k: (-shares[k], k)))
     parts, left = [], 1.0
     for k in order[:-1]:
         parts.append(min(_UNIT - 1, max(1, round(shares[k] / left * _UNIT))))
         left = max(left - shares[k], 1e-300)
-    return _Stretch(first, order, tuple(parts), before)
+    offsets = tuple(_offset(lane, lanes, split) for split in range(len(parts)))
+    return _Stretch(first, order, tuple(parts), before, offsets)
 
 
-def _taken(n: NDArray[np.int64], part: int) -> NDArray[np.int64]:
-    """round(n * part / 2**31), without overflow for n below 2**62."""
+def _offset(lane: int, lanes: int, split: int) -> int:
+    """Half a row without lanes; with them, the parts of a row spread evenly over the lanes, so that the sum over lanes
+    of what each has rounded is what there is to take, in an order that is another for every split."""
+    if not lanes:
+        return _UNIT // 2
+    place = int(Permutation(lanes, seed=hash_seed("lanes of a mixture", lanes, split))(np.array([lane]))[0])
+    return (2 * place + 1) * _UNIT // (2 * lanes)
+
+
+def _taken(n: NDArray[np.int64], part: int, offset: int) -> NDArray[np.int64]:
+    """floor((n * part + offset) / 2**31), without overflow for n below 2**62."""
     high, low = np.divmod(n, _UNIT)
-    return high * part + (low * part + _UNIT // 2) // _UNIT
+    return high * part + (low * part + offset) // _UNIT
 
 
 def _counts(stretch: _Stretch, n: NDArray[np.int64], sources: int) -> NDArray[np.int64]:
     """Rows of each source in the first n of a stretch; [sources, len(n)]."""
     result = np.zeros((sources, len(n)), np.int64)
-    for k, part in zip(stretch.order, stretch.parts, strict=False):
-        result[k] = _taken(n, part)
+    for k, part, offset in zip(stretch.order, stretch.parts, stretch.offsets, strict=False):
+        result[k] = _taken(n, part, offset)
         n = n - result[k]
     result[stretch.order[-1]] = n
     return result
@@ -330,9 +400,9 @@ def _deal(stretch: _Stretch, n: NDArray[np.int64]) -> tuple[NDArray[np.int64], N
     source = np.full(len(n), stretch.order[-1], np.int64)
     index = n.copy()
     open_ = np.arange(len(n))
-    for k, part in zip(stretch.order, stretch.parts, strict=False):
-        taken = _taken(index[open_], part)
-        mine = _taken(index[open_] + 1, part) > taken
+    for k, part, offset in zip(stretch.order, stretch.parts, stretch.offsets, strict=False):
+        taken = _taken(index[open_], part, offset)
+        mine = _taken(index[open_] + 1, part, offset) > taken
         source[open_[mine]] = k
         index[open_[mine]] = taken[mine]
         open_, taken = open_[~mine], taken[~mine]

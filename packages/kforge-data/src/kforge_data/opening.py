@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from kforge_data.best_fit import PackedDocuments
 from kforge_data.cached import WAIT_S, cached_tokens
-from kforge_data.hugging_face import parse_dataset
+from kforge_data.hugging_face import open_shards, parse_dataset
+from kforge_data.lanes import StreamedDocuments
 from kforge_data.masks import AnswersOnly, MaskRepetition, mask_documents
 from kforge_data.megatron import MegatronTokens
 from kforge_data.mixture import Mixture
@@ -18,7 +19,7 @@ from kforge_data.text_files import is_dataset, kind_of
 from kforge_data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kforge_data.config import DataConfig
     from kforge_data.masks import Transform
@@ -69,19 +70,40 @@ def _holds_files(folder: Path) -> bool:
     return any(file.suffix in (".npy", ".bin") for file in folder.iterdir())
 
 
-def training_streams(config: DataConfig) -> dict[str, TokenStream]:
+def training_streams(config: DataConfig) -> dict[str, TokenStream | StreamedDocuments]:
     """What a config trains on: the streams of its mixture by name, or the one of ``data.train`` as "train"."""
     paths = {str(table["name"]): table["path"] for table in config.mixture} or {"train": config.train}
-    result = {}
+    result: dict[str, TokenStream | StreamedDocuments] = {}
     for name, path in paths.items():
         try:
-            result[name] = open_configured(path, config)
+            if is_dataset(path) and parse_dataset(path).stream:
+                result[name] = _open_lanes(path, config)
+            else:
+                result[name] = open_configured(path, config)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.{'mixture ' + name if config.mixture else 'train'}: {error}") from error
     known = [stream for stream in result.values() if stream.tokenizer]
     for stream in known:
         known[0].check_alike(stream)
     return result
+
+
+def _open_lanes(path: str, config: DataConfig) -> StreamedDocuments:
+    """A dataset that is read while training. ValueError for what takes all of it before."""
+    if not config.tokenizer:
+        raise ValueError(f"{path} is text, which takes a tokenizer; name its tokenizer.json (data.tokenizer)")
+    for name, off in (("packing", "cut"), ("mask_short", 0), ("mask_duplicates", False)):
+        if getattr(config, name) != off:
+            raise ValueError(
+                f"data.{name} = {getattr(config, name)} looks at all documents before the first row, and {path} is "
+                "read while training; leave out stream=1, which tokenizes it into the cache"
+            )
+    return StreamedDocuments(
+        open_shards(path, field=config.text_field),
+        Tokenizer.load(config.tokenizer),
+        lanes=config.lanes,
+        block_documents=config.stream_block,
+    )
 
 
 def open_configured(path: str, config: DataConfig) -> TokenStream:
@@ -97,7 +119,9 @@ def open_configured(path: str, config: DataConfig) -> TokenStream:
     )
 
 
-def training_source(config: DataConfig, streams: dict[str, TokenStream] | None = None) -> MeasuredSource:
+def training_source(
+    config: DataConfig, streams: Mapping[str, TokenStream | StreamedDocuments] | None = None
+) -> MeasuredSource:
     """The source that a config trains on, packed and mixed as it says; until a phase of rows of another length."""
     return training_sources(config, streams)[0]
 
@@ -108,24 +132,25 @@ def training_phases(config: DataConfig, sources: Sequence[MeasuredSource]) -> li
     return [RowPhase(step, row_tokens, source) for (step, row_tokens), source in pairs if step]
 
 
-def training_sources(config: DataConfig, streams: dict[str, TokenStream] | None = None) -> list[MeasuredSource]:
+def training_sources(
+    config: DataConfig, streams: Mapping[str, TokenStream | StreamedDocuments] | None = None
+) -> list[MeasuredSource]:
     """The sources of a config, one for each of its `row_lengths`.
 
     Each reads its mixture from the beginning, with the weights that are in force then, and what is left of max_epochs.
     """
     streams = training_streams(config) if streams is None else streams
-    streams = {
-        name: mask_documents(stream, config.mask_short, config.mask_duplicates, config.cache or None)
-        for name, stream in streams.items()
-    }
-    packed: dict[str, MeasuredSource] = {
-        name: stream
-        if config.packing == "cut"
-        else PackedDocuments(
-            stream, truncate=config.packing == "truncate", seed=config.seed, cache=config.cache or None
-        )
-        for name, stream in streams.items()
-    }
+    packed: dict[str, MeasuredSource] = {}
+    for name, stream in streams.items():
+        if isinstance(stream, StreamedDocuments):
+            packed[name] = stream
+            continue
+        masked = mask_documents(stream, config.mask_short, config.mask_duplicates, config.cache or None)
+        packed[name] = masked
+        if config.packing != "cut":
+            packed[name] = PackedDocuments(
+                masked, truncate=config.packing == "truncate", seed=config.seed, cache=config.cache or None
+            )
     lengths, size = config.row_lengths(), config.batch_size()
     if not config.mixture:
         return [packed["train"]] * len(lengths)

@@ -7,7 +7,7 @@ stream[i*S : (i+1)*S], and the token after it as look-ahead; the last row is pad
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kforge_data.tokenizer import Tokenizer
+
+
+class Tokenized(Protocol):
+    """What was made with a tokenizer."""
+
+    name: str
+    tokenizer: str
+    """Its fingerprint, "" where that is not known."""
+
+
+def check_alike(one: Tokenized, other: Tokenized) -> None:
+    """ValueError if two were made with different tokenizers, where both know with which."""
+    if one.tokenizer and other.tokenizer and one.tokenizer != other.tokenizer:
+        raise ValueError(
+            f"{other.name} was made with the tokenizer {other.tokenizer[:19]}, and {one.name} with "
+            f"{one.tokenizer[:19]}: the same ids say different things. Tokenize one of them again"
+        )
 
 
 class TokenStream:
@@ -85,13 +102,9 @@ class TokenStream:
                 f"not with {tokenizer.fingerprint[:19]}; tokenize again, or name the tokenizer that made it"
             )
 
-    def check_alike(self, other: TokenStream) -> None:
+    def check_alike(self, other: Tokenized) -> None:
         """ValueError if two streams were made with different tokenizers, where both know with which."""
-        if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
-            raise ValueError(
-                f"{other.name} was made with the tokenizer {other.tokenizer[:19]}, and {self.name} with "
-                f"{self.tokenizer[:19]}: the same ids say different things. Tokenize one of them again"
-            )
+        check_alike(self, other)
 
     def document_bounds(self, first: int, last: int) -> NDArray[np.int64]:
         """Stream positions at which documents first..last-1 begin, and the end of the last; int64 [last-first+1]."""

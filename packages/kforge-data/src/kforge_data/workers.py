@@ -7,14 +7,17 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kforge_data.batch import Batch, make_batch, to_device
+from kforge_data.batch import Batch, make_batch, pack_batch, to_device
 from kforge_data.buffers import Blocks, Cutter, cut
+from kforge_data.masks import apply
+from kforge_data.mixture import ROW_BITS
+from kforge_data.sources import lanes_of, merged
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from kforge_data.buffers import Allocate
     from kforge_data.masks import Transform
-    from kforge_data.sources import Source
+    from kforge_data.sources import RowBlock, Source
 
 WORKER_KINDS = ("thread", "fork", "spawn")
 
@@ -92,6 +95,28 @@ class RowReader:
         batch["row_ids"] = in_phase(rows.phase, rows.row_ids)
         return batch
 
+    def read_block(self, rows: Rows) -> RowBlock | None:
+        """The raw rows alone, transformed, without padding; None if there are none."""
+        source, row_tokens = self._sources[rows.phase]
+        real = rows.row_ids[rows.row_ids >= 0]
+        return apply(self._transforms, source.read_rows(real, row_tokens)) if real.size else None
+
+    def pack(self, rows: Rows, blocks: Sequence[tuple[NDArray[np.int64], RowBlock]], pin: bool) -> Batch:
+        """The batch of ``rows``, which lie in several blocks, each of which says which of them it has."""
+        block = merged(blocks, int((rows.row_ids >= 0).sum()), self._sources[rows.phase][1])
+        return pack_batch(
+            block.padded(len(rows.row_ids)),
+            in_phase(rows.phase, rows.row_ids),
+            isolate_documents=self._isolate_documents,
+            cu_length=self._cu_lengths[rows.phase][len(rows.row_ids)],
+            pin=pin,
+            allocate=self._blocks.cutter(),
+        )
+
+    def lanes(self, phase: int) -> int:
+        """Lanes of the source of a phase; 0 if none."""
+        return lanes_of(self._sources[phase][0])
+
 
 MOST_BYTES = 1 << 28
 """Memory of batches that is kept to be used again, at most."""
@@ -129,10 +154,8 @@ _PARENT_CHECK_S = 5.0
 _END_S = 10.0
 
 
-def _work(
-    jobs: Connection, others: Sequence[Connection], reader: RowReader, tensors: Sequence[torch.Tensor], parent: int
-) -> None:
-    """What a worker process does: batches of the rows that come through the pipe, until it is closed at the other end.
+def _work(jobs: Connection, others: Sequence[Connection], work: Callable[[Any], Any], parent: int) -> None:
+    """What a worker process does: answer the jobs that come through the pipe, until it is closed at the other end.
 
     Signals that are meant for the process of the loader reach its whole group; it decides when workers end.
     """
@@ -141,15 +164,15 @@ def _work(
     for other in others:  # ends that a fork has copied, and that would keep other pipes open
         other.close()
     torch.set_num_threads(1)
-    blocks = [tensor.numpy() for tensor in tensors]
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     try:
         while True:
             while not jobs.poll(_PARENT_CHECK_S):
                 if os.getppid() != parent:
                     return
-            rows, number = jobs.recv()
+            job = jobs.recv()
             try:
-                jobs.send(_batch_in(None if number is None else blocks[number], reader, rows))
+                jobs.send(work(job))
             except (BrokenPipeError, ConnectionResetError):
                 return
             except Exception as error:
@@ -158,16 +181,83 @@ def _work(
         return
 
 
-def _batch_in(block: NDArray[np.uint8] | None, reader: RowReader, rows: Rows) -> Batch:
-    """The batch of some rows, with arrays in the place of tensors: told where in the block they lie, or whole."""
-    batch = reader.read(rows, allocate=None if block is None else Cutter(block))
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            array = value.numpy()
-            offset = -1 if block is None else array.ctypes.data - block.ctypes.data
-            inside = block is not None and 0 <= offset < len(block)
-            batch[name] = _InBlock(offset, array.shape, array.dtype.str) if inside else array
-    return batch
+class Workers:
+    """Worker processes that each answer, in order, the jobs that they are sent: ``work(job)``.
+
+    An error in one is raised by `receive` with its traceback, and so is its death. They end by `close`, or when the
+    process that made them is gone.
+    """
+
+    def __init__(self, count: int, kind: str, work: Callable[[Any], Any]) -> None:
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        context: Any = multiprocessing.get_context(kind)
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            copied = tuple(self._pipes) if kind == "fork" else ()
+            process = context.Process(
+                target=_work, args=(theirs, copied, work, os.getpid()), name=f"kforge-data-{number}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+
+    def __len__(self) -> int:
+        return len(self._pipes)
+
+    def send(self, worker: int, job: Any) -> None:
+        """Give a worker a job."""
+        try:
+            self._pipes[worker].send(job)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._death(worker) from None
+
+    def receive(self, worker: int) -> Any:
+        """Its answer to the oldest of its jobs that has none yet."""
+        try:
+            answer = self._pipes[worker].recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise self._death(worker) from None
+        if isinstance(answer, _Failure):
+            raise answer.error()
+        return answer
+
+    def _death(self, worker: int) -> RuntimeError:
+        for process in self._processes:
+            process.join(_END_S if process is self._processes[worker] else 0)
+        ends = [f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)}" for process in self._processes]
+        return RuntimeError(f"a worker process that read rows has ended: {', '.join(ends)}")
+
+    def close(self) -> None:
+        """End the processes and wait for them."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(_END_S)
+            if process.is_alive():  # it hangs where it reads
+                process.kill()
+                process.join()
+
+
+class _BatchIn:
+    """(rows, number of a block) -> their batch, with arrays in the place of tensors: told where in the block they lie,
+    or whole."""
+
+    def __init__(self, reader: RowReader, tensors: Sequence[torch.Tensor]) -> None:
+        self._reader, self._tensors = reader, tensors
+
+    def __call__(self, job: tuple[Rows, int | None]) -> Batch:
+        rows, number = job
+        block = None if number is None else self._tensors[number].numpy()
+        batch = self._reader.read(rows, allocate=None if block is None else Cutter(block))
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                array = value.numpy()
+                offset = -1 if block is None else array.ctypes.data - block.ctypes.data
+                inside = block is not None and 0 <= offset < len(block)
+                batch[name] = _InBlock(offset, array.shape, array.dtype.str) if inside else array
+        return batch
 
 
 class ProcessReader:
@@ -187,69 +277,76 @@ class ProcessReader:
         self._blocks = Blocks([tensor.numpy() for tensor in tensors])
         self._on_the_way: deque[int | None] = deque()
         self._sent = self._received = 0
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        context: Any = multiprocessing.get_context(kind)
-        for number in range(workers):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            copied = tuple(self._pipes) if kind == "fork" else ()
-            process = context.Process(
-                target=_work,
-                args=(theirs, copied, reader, tensors, os.getpid()),
-                name=f"kforge-data-{number}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
+        self._workers = Workers(workers, kind, _BatchIn(reader, tensors))
 
     def _send_ahead(self) -> None:
         while len(self._on_the_way) < self._ahead and (rows := next(self._rows, None)) is not None:
             number = self._blocks.take([n for n in self._on_the_way if n is not None])
-            self._pipes[self._sent % len(self._pipes)].send((rows, number))
+            self._workers.send(self._sent % len(self._workers), (rows, number))
             self._on_the_way.append(number)
             self._sent += 1
 
     def __next__(self) -> Batch:
-        worker = self._received % len(self._pipes)
-        try:
-            self._send_ahead()
-            if not self._on_the_way:
-                raise StopIteration
-            answer = self._pipes[worker].recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise self._death() from None
-        if isinstance(answer, _Failure):
-            raise answer.error()
+        self._send_ahead()
+        if not self._on_the_way:
+            raise StopIteration
+        answer: Batch = self._workers.receive(self._received % len(self._workers))
         number = self._on_the_way[0]
         for name, value in answer.items():
             if isinstance(value, _InBlock):
                 assert number is not None
                 value = cut(self._blocks[number], *value)
-            if isinstance(value, np.ndarray) and name != "row_ids":
+            if isinstance(value, np.ndarray) and name not in ("row_ids", "lane_states"):
                 tensor = torch.from_numpy(value)
                 answer[name] = tensor.pin_memory() if self._pin else tensor
         self._on_the_way.popleft()
         self._received += 1
-        batch: Batch = answer
-        return batch
-
-    def _death(self) -> RuntimeError:
-        for process in self._processes:
-            process.join(_END_S if process is self._processes[self._received % len(self._processes)] else 0)
-        ends = [f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)}" for process in self._processes]
-        return RuntimeError(f"a worker process that read rows has ended: {', '.join(ends)}")
+        return answer
 
     def close(self) -> None:
         """End the processes and wait for them."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(_END_S)
-            if process.is_alive():  # it hangs where it reads
-                process.kill()
-                process.join()
+        self._workers.close()
+
+
+class LaneReader:
+    """The batch of each of ``rows`` of a source in lanes, from worker processes that read ``ahead`` batches ahead.
+
+    The lanes that this process has of ``world`` are dealt to the workers. Each reads raw rows of its own lanes, of all
+    microbatches, and they are put together here; so no lane is read twice, and workers that have none are idle.
+    """
+
+    def __init__(
+        self, reader: RowReader, rows: Iterable[Rows], *, workers: int, kind: str, ahead: int, pin: bool, world: int
+    ) -> None:
+        self._reader, self._rows, self._ahead, self._pin, self._world = reader, iter(rows), ahead, pin, world
+        self._on_the_way: deque[Rows] = deque()
+        self._workers = Workers(workers, kind, reader.read_block)
+
+    def _own(self, rows: Rows, worker: int) -> NDArray[np.bool_]:
+        """Which rows a worker reads: those of its lanes, or any of a phase that has none."""
+        lanes, number = self._reader.lanes(rows.phase), rows.row_ids & ((1 << ROW_BITS) - 1)
+        group = number % lanes // self._world if lanes else np.arange(len(number))
+        own: NDArray[np.bool_] = (group % len(self._workers) == worker) & (rows.row_ids >= 0)
+        return own
+
+    def __next__(self) -> Batch:
+        while len(self._on_the_way) < self._ahead and (some := next(self._rows, None)) is not None:
+            for worker in range(len(self._workers)):
+                self._workers.send(worker, Rows(some.phase, some.row_ids[self._own(some, worker)]))
+            self._on_the_way.append(some)
+        if not self._on_the_way:
+            raise StopIteration
+        rows, blocks = self._on_the_way[0], []
+        for worker in range(len(self._workers)):
+            block: RowBlock | None = self._workers.receive(worker)
+            if block is not None:
+                blocks.append((np.flatnonzero(self._own(rows, worker)), block))
+        self._on_the_way.popleft()
+        return self._reader.pack(rows, blocks, self._pin)
+
+    def close(self) -> None:
+        """End the processes and wait for them."""
+        self._workers.close()
 
 
 def _end_of(code: int | None) -> str:

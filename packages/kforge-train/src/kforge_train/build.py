@@ -24,8 +24,11 @@ from kforge_data import (
     Loader,
     Mixture,
     Source,
+    StreamedDocuments,
     Tokenizer,
     TokenStream,
+    in_order,
+    lanes_of,
     open_configured,
     pack_rows,
     row_transforms,
@@ -114,7 +117,13 @@ def check(config: JobConfig, world_size: int) -> None:
             next(iter(streams.values())).check_alike(source)
         except ValueError as error:
             raise ConfigError(f"{place}: {error}") from error
-        if source.tokens <= source.documents:  # a document's first token is not predicted
+        if isinstance(source, StreamedDocuments):
+            if source.lanes % ranks:
+                raise ConfigError(
+                    f"data.lanes = {source.lanes} cannot be dealt to {ranks} data ranks, which read whole lanes; use a "
+                    f"multiple of {ranks}, which is another order of rows"
+                )
+        elif source.tokens <= source.documents:  # a document's first token is not predicted
             raise ConfigError(
                 f"{place} = {source.name} has {source.tokens} tokens in {source.documents} documents: nothing to "
                 "score; name shards with a document of two tokens or more"
@@ -352,9 +361,10 @@ def open_heldout(data: DataConfig, path: str | Path = "") -> TokenStream:
     return open_configured(str(path) or data.heldout, data)
 
 
-def attended_lengths(source: Source, data: DataConfig, row_tokens: int | None = None) -> list[int]:
+def attended_lengths(source: Source, data: DataConfig, row_tokens: int | None = None, data_rank: int = 0) -> list[int]:
     """What attention works on, for `flops_per_token`: the lengths, in tokens, of the documents of up to 256 rows from
-    all over the source, or the length of a row where its documents see one another."""
+    all over the source, or the length of a row where its documents see one another. Of a source that is read in lanes,
+    the first 16 rows of a lane of this data rank."""
     row = row_tokens or data.row_tokens
     if not data.isolate_documents:
         return [row]
@@ -362,6 +372,8 @@ def attended_lengths(source: Source, data: DataConfig, row_tokens: int | None = 
     if isinstance(source, Mixture):
         count = min(count, source.position_limit(row) or count)
     positions = np.unique(np.linspace(0, count - 1, min(count, 256)).astype(np.int64))
+    if lanes := lanes_of(source):
+        positions, source = data_rank + lanes * np.arange(16), in_order(source, seed=data.seed, shuffle=False)
     rows = source.rows_at(positions, row_tokens=row, seed=data.seed, shuffle=False)
     packed = pack_rows(source.read_rows(rows, row))
     assert packed.cu_seqlens is not None
@@ -369,12 +381,14 @@ def attended_lengths(source: Source, data: DataConfig, row_tokens: int | None = 
     return lengths
 
 
-def _flops(config: JobConfig, sources: Sequence[Source]) -> dict[str, Any]:
+def _flops(config: JobConfig, sources: Sequence[Source], data_rank: int) -> dict[str, Any]:
     """FLOPs of a token, forward and backward, as the tracker wants them: numbers, or functions of the step where rows
     change their length."""
     model, data, phases = config.model, config.data, config.data.row_lengths()
     pairs = list(zip(sources, phases, strict=True))
-    causal = [flops_per_token(model, attended_lengths(source, data, length)) for source, (_, length) in pairs]
+    causal = [
+        flops_per_token(model, attended_lengths(source, data, length, data_rank)) for source, (_, length) in pairs
+    ]
     palm = [flops_per_token(model, length, causal=False) for _, length in phases]
 
     def at(values: list[float | None]) -> float | Callable[[int], float | None] | None:
@@ -396,7 +410,7 @@ def _tracker(config: JobConfig, mesh: Mesh, run_dir: Path, sources: Sequence[Sou
     return Tracker(
         sinks,
         every_steps=config.metrics.every_steps,
-        **_flops(config, sources),
+        **_flops(config, sources, mesh.data_rank),
         peak_flops=peak_flops(name, compute),
         world=mesh.size,
         rank=mesh.rank,

@@ -18,6 +18,7 @@ from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.evaluate import evaluate
+from kforge_train.loading import LoaderState
 from kforge_train.qk_clip import clip_scores
 from kforge_train.saved import check_same_job, save_config
 from kforge_train.starting import start_from
@@ -67,7 +68,7 @@ class Trainer:
             **averages,
             "model": job.model,
             "optim": job.optimizer,
-            "loader": job.loader,
+            "loader": LoaderState(job.loader),
             "scaler": job.scaler,
             "guard": job.guard,
             "tracker": job.tracker,
