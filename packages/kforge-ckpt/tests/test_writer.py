@@ -67,6 +67,15 @@ def test_its_errors_are_the_system_s_and_it_goes_on(tmp_path: Path, memory: Host
     assert process.write_file(tmp_path / "b", b"12", []).size == 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_that_ask_a_job_to_stop_do_not_end_it(
+    tmp_path: Path, memory: HostMemory, process: WriterProcess, number: int
+) -> None:
+    process.write_file(tmp_path / "a", b"it is up", [])
+    os.kill(process.pid, number)
+    assert process.write_file(tmp_path / "b", b"still", []).size == 5
+
+
 def test_one_that_is_killed_is_an_error_that_says_so(tmp_path: Path, memory: HostMemory) -> None:
     assert memory.handle is not None
     process = WriterProcess(memory.handle)

@@ -9,13 +9,16 @@ on its standard output::
     {"close": true}           fsync it                                   {"size": …, "checksum": …}
     {"drop": true}            close it as it is                          {}
 
-or ``{"error": [errno, text]}``. It ends when its input does, as when the process that started it is killed.
+or ``{"error": [errno, text]}``. It ends when its input does, as when the process that started it is killed. Signals by
+which a scheduler asks a job to stop go to all of its processes; this one lets them pass, since what stops writes a last
+checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -137,4 +140,6 @@ def _answer(value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     serve(int(sys.argv[1]), sys.stdin, _answer)
