@@ -17,7 +17,7 @@ def make(root: Path, step: int, name: str | None = None) -> Path:
 
 
 def test_readers_see_committed_folders_only_and_by_number(tmp_path: Path) -> None:
-    """C27: names are numbers, not text, and what only looks like a checkpoint is left alone."""
+    """Names are numbers, not text, and what only looks like a checkpoint is left alone."""
     for step, name in ((500, "step_500"), (1000, "step_1000"), (2500, "step_2500")):
         make(tmp_path, step, name)
     make(tmp_path, 2600, "step_2600.tmp")

@@ -1,9 +1,11 @@
-"""kill -9 at each named point of a save, on one rank and on two; a rank whose write fails. C26 in its sync form."""
+"""kill -9 at each named point of a save, and at any moment of it; a rank whose write fails; a `latest` that lies."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from stateful import Box
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kforge_ckpt import Checkpointer, CheckpointError, PerRank, commit, files
+from kforge_ckpt import Checkpointer, CheckpointError, PerRank, commit, files, staging
 from kforge_testing import RankFailure, run_ranks
 
 COMMITS_AT = commit.POINTS.index("renamed")
@@ -92,6 +94,49 @@ def test_kill_9_leaves_a_loadable_checkpoint(
     assert step == (2 if committed else 1)
     assert steps == ([2] if pruned else [1, 2] if committed else [1])
     assert names == ["latest", "step_00000003"]
+
+
+def save_slowly_and_die(rank: int, world: int, folder: str, seconds: float, options: dict[str, Any]) -> None:
+    """One quick save, where there is none yet, and a slow one; killed so long after that has begun."""
+    staging.BLOCK_BYTES = 4096
+    write = files.write_block
+
+    def write_slowly(file: Any, block: Any) -> None:
+        time.sleep(0.01)  # 40 blocks
+        write(file, block)
+
+    ckpt = Checkpointer(folder, keep_last=1, **options)
+    box = Box(t=torch.zeros(40_000), n=0)
+    first = (ckpt.restore({"box": box}) or 0) + 1
+    if first == 1:
+        ckpt.save(1, {"box": Box(t=torch.full((40_000,), 1.0), n=1)})
+        ckpt.wait()
+        first = 2
+    files.write_block = write_slowly  # type: ignore[assignment]
+    threading.Timer(seconds, die).start()
+    ckpt.save(first, {"box": Box(t=torch.full((40_000,), float(first)), n=first)})
+    ckpt.wait()
+    threading.Event().wait()
+
+
+def test_c26_killed_each_tenth_of_a_second_of_a_slow_save(tmp_path: Path) -> None:
+    """Keep 1, slow storage: `latest` names a whole checkpoint at any moment, and a resume always works."""
+    newest, tenths, committed = 1, 0, False
+    while not committed:  # the first kill that comes after the commit is the last one
+        tenths += 1
+        with pytest.raises(RankFailure):
+            run_ranks(save_slowly_and_die, 1, str(tmp_path), tenths / 10, THREAD)
+        box = Box(t=torch.zeros(40_000), n=0)
+        step = Checkpointer(tmp_path).restore({"box": box}, verify="full")
+        committed = step == newest + 1
+        assert step == newest + committed
+        assert box.values["n"] == step and box.values["t"].eq(step).all()
+        assert (tmp_path / (tmp_path / "latest").read_text().strip() / "COMMITTED").is_file()
+    assert tenths > 2, "kills came before the commit, too"
+    ckpt = Checkpointer(tmp_path, keep_last=1)
+    ckpt.save(99, {"box": Box(t=torch.zeros(1))})
+    ckpt.close()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000099"]
 
 
 def failing_rank(rank: int, world: int, folder: str, victim: int, point: str, options: dict[str, Any]) -> str:
