@@ -20,14 +20,16 @@ import _results
 ROW, BATCH = 4096, 16
 
 
-def alternate(parts: dict[str, Callable[[], Any]], turns: int) -> dict[str, tuple[float, float]]:
-    """Median and spread of the seconds of each part; the parts take turns."""
+def alternate(
+    parts: dict[str, Callable[[], Any]], turns: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, tuple[float, float]]:
+    """Median and spread of the seconds of each part, by ``clock``; the parts take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(turns):
         for name, part in parts.items():
-            start = time.perf_counter()
+            start = clock()
             part()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: _results.median_and_spread(values) for name, values in seconds.items()}
 
 
@@ -71,7 +73,10 @@ def rows_of(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
     import torch
 
     from kforge_data import Loader, PackedDocuments
-    from kforge_data.batch import cu_seqlens_length, make_batch
+    from kforge_data.batch import cu_seqlens_length
+    from kforge_data.workers import RowReader, Rows
+
+    torch.set_num_threads(1)
 
     shards = write_shards(folder / "shards", tokens)
     start = time.perf_counter()
@@ -85,22 +90,25 @@ def rows_of(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
         positions = np.arange(batches * BATCH).reshape(batches, BATCH)
         ids = [source.rows_at(p, row_tokens=ROW, seed=1, shuffle=True) for p in positions]
 
-        def make(source: Any = source, ids: Any = ids, length: int = length) -> Any:
+        reader = RowReader([(source, ROW)], True, [{BATCH: length}], keep=4)  # what a loader reads with
+
+        def make(reader: Any = reader, ids: Any = ids) -> Any:
             for row_ids in ids:
-                batch = make_batch(source, row_ids, row_tokens=ROW, isolate_documents=True, cu_length=length)
+                batch = reader.read(Rows(0, row_ids))
             return batch
 
         same = [value for value in make().values() if isinstance(value, torch.Tensor)]
 
         def copy(same: Any = same, ids: Any = ids) -> None:
             for _ in ids:
-                for tensor in same:
-                    tensor.clone()
+                batch = [tensor.clone() for tensor in same]  # kept until the next one is there, as a batch is
+            del batch
 
         def loop(source: Any = source, ids: Any = ids) -> None:
             token_loop(source.read_rows(ids[0][:2], ROW))
 
-        seconds = alternate({"make": make, "copy": copy, "loop": loop}, turns)
+        # Seconds of this thread, so that what else the machine does counts as little as can be.
+        seconds = alternate({"make": make, "copy": copy, "loop": loop}, turns, time.thread_time)
         count = len(ids) * BATCH * ROW
         rate, slow = count / seconds["make"][0], 2 * ROW / seconds["loop"][0]
         spread = rate * seconds["make"][1] / seconds["make"][0]
@@ -125,6 +133,8 @@ def rows_of(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
     for name in ("threads", "processes"):
         value = timed["bare"][0] / timed[name][0]
         rows.append(_results.row(f"loader with 2 {name} / bare", value, "ratio", target=0.8))
+
+    rows += usual_way(folder, shards, turns)
 
     def first(position: int) -> None:
         with Loader(shards, workers=0, **options) as loader:
@@ -157,6 +167,53 @@ def rows_of(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
         )
     )
     return rows + tokenize_rows(folder, turns)
+
+
+def usual_way(folder: Path, shards: Any, turns: int) -> list[dict[str, Any]]:
+    """The same work by `datasets` and torch's DataLoader: rows of ids in an Arrow file, visited in a shuffled order by
+    two processes; what else a batch holds is made of them, vectorised, when it is put together."""
+    try:
+        import datasets
+    except ImportError:
+        return []
+    import numpy as np
+    import torch
+
+    from kforge_data import Loader
+
+    count = min(64 * BATCH, shards.tokens // ROW - 1)
+    ids = np.stack([shards.read(i * ROW, (i + 1) * ROW + 1) for i in range(count)])
+    datasets.Dataset.from_dict({"ids": ids}).save_to_disk(folder / "arrow")
+    table = datasets.load_from_disk(folder / "arrow").with_format("numpy")
+    end = shards.eos_id
+
+    def together(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        tokens = torch.from_numpy(np.stack([row["ids"] for row in rows]).astype(np.int64))
+        inputs, ends = tokens[:, :-1].contiguous(), tokens[:, :-1] == end
+        labels = torch.where(ends, -100, tokens[:, 1:])
+        begins = torch.nn.functional.pad(ends[:, :-1], (1, 0))
+        columns = torch.arange(ROW).expand_as(inputs)
+        positions = columns - torch.where(begins, columns, 0).cummax(1).values
+        starts = torch.nonzero((begins | (columns == 0)).flatten()).flatten().int()
+        return {
+            "input_ids": inputs,
+            "labels": labels,
+            "position_ids": positions,
+            "doc_ids": begins.cumsum(1),
+            "cu_seqlens": torch.cat([starts, torch.tensor([inputs.numel()], dtype=torch.int32)]),
+        }
+
+    theirs = torch.utils.data.DataLoader(table, BATCH, shuffle=True, num_workers=2, collate_fn=together)
+    ours = Loader(shards, row_tokens=ROW, global_rows=BATCH, workers=2)
+    steps = count // BATCH
+
+    def usual() -> None:
+        assert len([batch["input_ids"].shape for batch in theirs]) == steps
+
+    with ours:
+        seconds = alternate({"ours": lambda: [ours.next() for _ in range(steps)], "usual": usual}, turns)
+    value = seconds["usual"][0] / seconds["ours"][0]
+    return [_results.row("loader with 2 threads / datasets and DataLoader", value, "ratio", target=1.0)]
 
 
 def tokenize_rows(folder: Path, turns: int) -> list[dict[str, Any]]:
