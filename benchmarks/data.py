@@ -181,7 +181,7 @@ def usual_way(folder: Path, shards: Any, turns: int) -> list[dict[str, Any]]:
 
     from kforge_data import Loader
 
-    count = min(64 * BATCH, shards.tokens // ROW - 1)
+    count = min(64, (shards.tokens - 1) // ROW // BATCH) * BATCH
     ids = np.stack([shards.read(i * ROW, (i + 1) * ROW + 1) for i in range(count)])
     datasets.Dataset.from_dict({"ids": ids}).save_to_disk(folder / "arrow")
     table = datasets.load_from_disk(folder / "arrow").with_format("numpy")
