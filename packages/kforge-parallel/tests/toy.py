@@ -1,6 +1,7 @@
 """A small model that exercises what parallelize must get right: blocks, a buffer, ties, float inputs."""
 
 import copy
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -38,6 +39,12 @@ class Toy(nn.Module):
         for block in self.layers.values():
             x = block(x)
         return self.head(x)
+
+
+class Sized(Toy):
+    """Says its sizes, for estimates."""
+
+    shape: ClassVar = {"vocab_size": 11, "dim": 6, "n_layers": 3, "n_heads": 2}
 
 
 def fill(model, skip=()):

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from kforge_parallel.axes import resolve_axes as resolve_axes
     from kforge_parallel.build import parallelize as parallelize
     from kforge_parallel.causal_lm import CausalLM as CausalLM
+    from kforge_parallel.choice import choose_recompute as choose_recompute
     from kforge_parallel.compile import compile_blocks as compile_blocks
     from kforge_parallel.compress import Compression as Compression
     from kforge_parallel.compress import compression_of as compression_of
     from kforge_parallel.config import ParallelConfig as ParallelConfig
     from kforge_parallel.context import shard_rows as shard_rows
     from kforge_parallel.estimate import Estimate as Estimate
-    from kforge_parallel.estimate import Work as Work
     from kforge_parallel.estimate import estimate_layout as estimate_layout
     from kforge_parallel.fsdp import full_parameters as full_parameters
     from kforge_parallel.fsdp import full_state as full_state
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kforge_parallel.shape import Parameter as Parameter
     from kforge_parallel.shape import decoder_parameters as decoder_parameters
     from kforge_parallel.shape import parameters_of as parameters_of
+    from kforge_parallel.work import Work as Work
     from kforge_parallel.world import World as World
     from kforge_parallel.world import choose_device as choose_device
     from kforge_parallel.world import expand_hosts as expand_hosts
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
 # Public name -> the module it lives in. Nothing is imported until it is asked for. A module must not have the name
 # of something public in it: importing the module would put it in that thing's place.
 _HOME = {
-    "Compression": "compress",
-    "CausalLM": "causal_lm",
     "LAYOUT_CLASSES": "layout",
     "Candidate": "planner",
+    "CausalLM": "causal_lm",
+    "Compression": "compress",
     "Estimate": "estimate",
     "LayoutPlan": "planner",
     "Machine": "planner",
@@ -71,11 +72,12 @@ _HOME = {
     "Parameter": "shape",
     "Pipeline": "pipeline",
     "Precision": "precision",
-    "Work": "estimate",
+    "Work": "work",
     "World": "world",
     "check_layout": "layout",
     "check_replicas": "replicas",
     "choose_device": "world",
+    "choose_recompute": "choice",
     "compile_blocks": "compile",
     "compression_of": "compress",
     "decoder_parameters": "shape",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from kforge_parallel._torch import keep_donated_buffers, times_written
 from kforge_parallel.activation import recompute_blocks
 from kforge_parallel.axes import product_text
+from kforge_parallel.choice import choose_recompute, memory_of
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.compress import Compression
 from kforge_parallel.config import ParallelConfig
@@ -37,9 +38,11 @@ from kforge_parallel.pipeline import cut, find_twins, stages_of, take_own
 from kforge_parallel.plan import Resolved, resolve_plan
 from kforge_parallel.precision import precision_of
 from kforge_parallel.replicas import check_replicas
+from kforge_parallel.shape import parameters_of
 from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.sums import sum_gradients
 from kforge_parallel.tensor import apply_plan
+from kforge_parallel.work import Work
 
 _log = logging.getLogger("kforge_parallel")
 
@@ -54,6 +57,7 @@ def parallelize(
     blocks: str | None = None,
     cast_inputs: bool = True,
     plan: Mapping[str, str] | None = None,
+    work: Work | None = None,
     **options: object,
 ) -> nn.Module:
     """Build a model and spread it over the mesh.
@@ -68,6 +72,7 @@ def parallelize(
     cast_inputs: cast floating-point inputs of every unit to the compute dtype. A model that takes care of its own
         dtypes (rotary angles in fp32, say) wants False.
     plan: how tensor parallelism cuts the model (see the README); None: the model's ``plan``. Read where tp > 1.
+    work: rows, microbatches and optimizer of a step. Read where recompute is auto, which wants it.
 
     Returns the model, with DTensor parameters in the storage dtype and the names it was built with; where pp > 1 what
     this rank has of it, to be called by a `Pipeline`.
@@ -81,6 +86,8 @@ def parallelize(
     wrapped = mesh.size > 1 or config.storage == "fp32"
     with torch.device("meta" if init is not None else "cpu"):
         model = build()
+    if config.recompute == "auto":
+        config = _choose_recompute(model, mesh, config, work, plan, blocks)
     names, tied = _names(model), _tied(model)
 
     def check(step: str) -> None:
@@ -168,6 +175,31 @@ def parallelize(
             compression.bytes_uncompressed / 1e6,
         )
     return model
+
+
+def _choose_recompute(
+    model: nn.Module,
+    mesh: Mesh,
+    config: ParallelConfig,
+    work: Work | None,
+    plan: Mapping[str, str] | None,
+    blocks: str | None,
+) -> ParallelConfig:
+    """What recompute = auto comes to for this model and this work; logged."""
+    shape = getattr(model, "shape", None)
+    if work is None or not isinstance(shape, Mapping):
+        lacking = "work=Work(row_tokens=…)" if work is None else f"{type(model).__name__}.shape, a dict of its sizes"
+        raise ValueError(
+            f"parallel.recompute = auto estimates what a step needs, and `parallelize` lacks {lacking}; give it, or "
+            "set recompute to none, selective or full"
+        )
+    listed = parameters_of(model, blocks=blocks, plan=plan)
+    memory = memory_of(config, mesh.device.type)
+    config, told = choose_recompute(shape, config, mesh.size, work, memory, parameters=listed)
+    if dist.get_rank() == 0:
+        every = f" of one block in {config.recompute_every}" if config.recompute_every > 1 else ""
+        _log.info("parallel.recompute = auto: %s%s\n%s", config.recompute, every, told)
+    return config
 
 
 def keeps_gathered(config: ParallelConfig, mesh: Mesh) -> bool:

@@ -63,9 +63,13 @@ class ParallelConfig:
     size that is no multiple of 16 stay as they are, and are logged."""
     fp8_skip: tuple[str, ...] = ("*head", "*router", "*.gate", "*.experts.*")
     """Modules that do not multiply in FP8: patterns of whole names, with * and ? (``fnmatch``)."""
-    recompute: Literal["none", "full", "selective"] = "none"
+    recompute: Literal["none", "full", "selective", "auto"] = "none"
     """Activations kept for backward: all of them (none), only each block's input (full), or its input and the outputs
-    of some operations (selective); the block runs again in backward for the rest."""
+    of some operations (selective); the block runs again in backward for the rest. auto: the one of these, of every
+    first, second, third, fourth or eighth block, that is estimated to fit and computes the least again."""
+    memory_gb: float = 0.0
+    """Memory of a device in GB (10^9 bytes), of which recompute = auto fills up to 92 %. 0: what CUDA says that there
+    is; on a CPU a number is wanted."""
     recompute_every: int = 1
     """Run the first of each so many blocks of a stage again in backward; the others keep all."""
     recompute_keep: tuple[str, ...] = ("products", "attention", "transfers", "routing")
@@ -152,10 +156,17 @@ class ParallelConfig:
             )
         if any(type(pattern) is not str or not pattern for pattern in self.fp8_skip):
             raise ValueError(f"parallel.fp8_skip = {self.fp8_skip} must be patterns of names, as in ('*head',)")
-        if self.recompute_every < 1 or (self.recompute_every > 1 and self.recompute == "none"):
+        if self.recompute_every < 1 or (self.recompute_every > 1 and self.recompute in ("none", "auto")):
             raise ValueError(
                 f"parallel.recompute_every = {self.recompute_every} cannot be with parallel.recompute = "
-                f"{self.recompute}; it must be at least 1, and 1 where nothing is run again"
+                f"{self.recompute}; it must be at least 1, and 1 where nothing is run again, or auto chooses it"
+            )
+        if not 0 <= self.memory_gb < 1e6:
+            raise ValueError(f"parallel.memory_gb = {self.memory_gb} must not be negative, and below 1e6")
+        if self.memory_gb and self.recompute != "auto":
+            raise ValueError(
+                f"parallel.memory_gb = {self.memory_gb} says what parallel.recompute = auto fits into, and recompute "
+                f"is {self.recompute}; set it to auto, or memory_gb to 0"
             )
         if not all(isinstance(word, str) and word for word in self.recompute_keep) or not self.recompute_keep:
             raise ValueError(

@@ -97,6 +97,8 @@ def estimate_layout(
 
     Raises ValueError as `check_layout` and `decoder_parameters` do.
     """
+    if config.recompute == "auto":
+        raise ValueError("parallel.recompute = auto is what an estimate decides; take what `choose_recompute` returns")
     # The machine that asks need not be the one that trains.
     axes = check_layout(replace(config, device="cuda") if config.device == "auto" else config, world_size, shape)
     model = Model(sizes_of(shape), decoder_parameters(shape) if parameters is None else parameters)

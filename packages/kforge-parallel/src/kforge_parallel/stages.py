@@ -125,7 +125,7 @@ def check_schedule(config: ParallelConfig, pp: int, microbatches: int | None = N
     kind, word = SCHEDULES[config.pp_schedule], config.pp_schedule
     if pp == 1:
         return
-    if kind.splits_backward and config.recompute != "none":
+    if kind.splits_backward and config.recompute not in ("none", "auto"):
         raise ValueError(
             f"parallel.recompute = {config.recompute} with parallel.pp_schedule = {word} would run each block up to 7 "
             "times a microbatch: the gradients of weights are computed apart, a group of them after the other, and "
