@@ -214,7 +214,7 @@ ERRORS = {
 ELSEWHERE = {
     "parallel.compile": "test_compile_compiles_and_keeps_what_it_made_in_the_run",
     **dict.fromkeys(
-        ["parallel.recompute_every", "parallel.recompute_keep", "parallel.offload_activations"],
+        [f"parallel.{name}" for name in ("recompute_every", "recompute_keep", "offload_activations", "memory_gb")],
         "test_blocks_keep_activations_as_told",
     ),
     "parallel.init_timeout_s": "test_time_outs_reach_the_group",
@@ -442,6 +442,8 @@ def test_blocks_keep_activations_as_told(tokens, tmp_path):
                 {"recompute": "full", "recompute_every": 2, "offload_activations": True},
                 [("full", 2, keep), 2],
             ),
+            ({"recompute": "auto", "memory_gb": 1.0}, [("none", 1, keep)]),
+            ({"recompute": "auto", "memory_gb": 0.00194}, [("full", 1, keep)]),
         ]
     ):
         config = base_job(tokens, tmp_path / str(i), **{f"parallel__{name}": value for name, value in options.items()})

@@ -89,6 +89,12 @@ def test_bytes_sent():
     assert freed.sent["dp_shard"] == int((2 * 4 * (ends + 2 * blocks) + 4 * WHOLE) * 3 / 4)
     copies = told(world=4, dp_replicate=2, dp_shard=2)
     assert copies.sent["dp_replicate"] == 2 * 4 * WHOLE // 2 // 2
+    pair = {"world": 2, "dp_replicate": 2, "dp_shard": 1}
+    sent = {how: told(**pair, compress=how).sent["dp_replicate"] for how in ("none", "bf16", "int8", "powersgd")}
+    assert sent["none"] == 4 * WHOLE and sent["bf16"] == pytest.approx(sent["none"] / 2, rel=0.01)
+    assert sent["int8"] == pytest.approx(sent["none"] * 260 / 1024, rel=0.01) and sent["powersgd"] < sent["int8"]
+    left_over = told(**pair, compress="powersgd").sums - told(**pair).sums
+    assert 0.98 * 8 * WHOLE < left_over < 1.05 * 8 * WHOLE
     # of a microbatch's hidden states each rank sends half: around two halves of 4 blocks, 4 times each, and the ends
     half = 256 * 2 * 64 // 2
     assert told(world=2, tp=2).sent["tp"] == 4 * half * (4 * 2 * 4 + 2 * 2)

@@ -231,3 +231,17 @@ def test_overrides_are_split_from_the_rest() -> None:
         ("parallel.dp_shard", "-1"),
     ]
     assert rest == ["tiny", "--json", "x"]
+
+
+def test_estimate_prints_parts_and_decides_on_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["estimate", "--gpus", "8", "--model.preset", "llama3-8b", "--data.global_rows", "64"]
+    job += ["--data.microbatch_rows", "1", "--parallel.compile"]
+    assert main(job) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("rank 0 of dp_shard 8: ") and "activations" in "\n".join(lines)
+    assert main([*job, "--parallel.recompute", "auto", "--parallel.memory_gb", "70"]) == 0
+    assert capsys.readouterr().out.startswith("recompute = ")
+    assert main([*job, "--parallel.recompute", "auto", "--parallel.memory_gb", "20"]) == 2
+    assert "no way of keeping activations fits into 92% of 20.00 GB" in capsys.readouterr().err
+    assert main([*job, "--parallel.recompute", "auto", "--parallel.device", "cpu"]) == 2
+    assert "set parallel.memory_gb" in " ".join(capsys.readouterr().err.split())

@@ -53,6 +53,7 @@ OTHER: dict[str, Any] = {
     "parallel.pp_layers": [3, 5],
     "parallel.fp8_skip": ["*.wo"],
     "parallel.recompute_keep": ["aten.mm"],
+    "parallel.memory_gb": 80.0,
     "data.microbatch_rows": 4,
     "data.mixture": [{"name": "web", "path": "web"}],
     "data.mixture_by": "documents",
@@ -128,6 +129,7 @@ WITH: dict[str, dict[str, Any]] = {
     "parallel.compress": {"parallel.dp_replicate": 2},
     "parallel.compress_rank": {"parallel.dp_replicate": 2, "parallel.compress": "powersgd"},
     "parallel.recompute_every": {"parallel.recompute": "full"},
+    "parallel.memory_gb": {"parallel.recompute": "auto"},
     "parallel.recompute_keep": {"parallel.recompute": "selective"},
     "parallel.pp_stages": {"parallel.pp_schedule": "interleaved_1f1b"},
 }

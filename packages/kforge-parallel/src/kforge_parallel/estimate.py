@@ -42,7 +42,8 @@ class Estimate:
     gathered: int
     """Whole weights of FSDP units."""
     sums: int
-    """Gradients before they are reduced: sums of microbatches, and of the unit that is on its way."""
+    """Gradients before they are reduced: sums of microbatches, of the unit that is on its way, and what compression has
+    left over."""
     working: int
     """What a block needs while it runs (again) in backward."""
     host: int
@@ -142,7 +143,8 @@ def of_rank(model: Model, config: ParallelConfig, axes: dict[str, int], work: Wo
     again = max((k.whole for k in kept.values() if k.kept < k.whole), default=0)
     working = max((k.working for k in kept.values()), default=0) + again
 
-    static, ready = held.parameters + held.state + held.twins * stored, held.gradients + held.twins * stored
+    static = held.parameters + held.state + held.feedback + held.twins * stored
+    ready = held.gradients + held.twins * stored
     if config.cpu_offload:
         host, static, ready = host + static + ready, 0, 0
     gathered = _gathered(held, config, axes)
@@ -156,7 +158,7 @@ def of_rank(model: Model, config: ParallelConfig, axes: dict[str, int], work: Wo
         activations=activations,
         logits=max(forward, backward),
         gathered=max(gathered),
-        sums=sums + on_the_way,
+        sums=sums + on_the_way + held.feedback,
         working=working,
         host=host,
         at={

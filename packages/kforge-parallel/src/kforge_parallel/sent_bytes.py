@@ -26,14 +26,14 @@ def sent_bytes(
     """Axis -> bytes that a rank sends in a step."""
     s, b = model.sizes, COMPUTE_BYTES[config.precision]
     w, micro = max(4, b), work.microbatches
-    tp, cp, ep, pp, replicas = axes["tp"], axes["cp"], axes["ep"], axes["pp"], axes["dp_replicate"]
+    tp, cp, ep, pp = axes["tp"], axes["cp"], axes["ep"], axes["pp"]
     blocks = [layer for stage in held.stages for layer in stage]
     mixed = sum(model.mixed[layer] for layer in blocks)
     t = work.microbatch_rows * work.row_tokens // cp
     residual = t // tp if config.sequence_parallel else t
     again = _again(config)
 
-    shards = copies = 0.0
+    shards = 0.0
     keeps = keeps_gathered(config, pp)
     reductions = micro if config.accumulate == "sharded" else 1
     for unit, count in held.units.items():
@@ -42,7 +42,6 @@ def sent_bytes(
         if pp > 1 and keeps:
             gathers = 1
         shards += (held.travelling[unit] * gathers + w * count * reductions) * (n - 1) / n
-        copies += 2 * w * count / n * (replicas - 1) / replicas * reductions
     # A gather and a scatter around each half of a block, and their transposes; experts have none, and the ends one.
     tensor = (
         t * b * s.dim * (tp - 1) / tp * ((4 + 2 * again) * (2 * len(blocks) - mixed) + 2 * (held.first + held.last))
@@ -60,7 +59,7 @@ def sent_bytes(
         hops = sum((n + 1 < total and n + 1 not in own) + (n > 0 and n - 1 not in own) for n in own)
     return {
         "dp_shard": int(shards) if held.wrapped else 0,
-        "dp_replicate": int(copies),
+        "dp_replicate": held.copied * reductions,
         "tp": int(tensor * micro),
         "cp": int(context * micro),
         "ep": int(exchanged * micro),

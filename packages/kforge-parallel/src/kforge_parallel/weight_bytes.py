@@ -20,7 +20,7 @@ CUT_ALONG = {
 }
 """Word of a plan -> along which dimension it cuts a weight."""
 INT8_BLOCK, INT8_SMALLEST = 256, 4096
-"""Elements that share a scale of 8-bit moments, and the tensors below which there are none."""
+"""Elements that share a scale of 8-bit moments and gradients, and tensors below which moments have none."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class Held:
     """The units that are blocks, or experts of one."""
     in_8_bits: int
     """Bytes of weights that are kept in 8 bits beside those stored, where nothing is gathered."""
+    copied: int
+    """Bytes that it sends to replicas in one reduction."""
+    feedback: int
+    """Bytes of what compressed gradients have left over."""
     twins: int
     """Elements of second copies: of what both ends of a pipeline need, where both lie on this rank."""
     wrapped: bool
@@ -92,7 +96,7 @@ def hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work,
     asked = (config.precision, config.storage, config.fp8, config.fp8_skip, config.cpu_offload)
     cut = (config.pp_schedule, config.pp_stages, config.pp_split, config.pp_layers)
     optimizer = (work.optimizer, work.moments, work.row_variance, work.ema)
-    key = (asked, cut, tuple(axes.items()), optimizer, rank)
+    key = (asked, cut, (config.compress, config.compress_rank), tuple(axes.items()), optimizer, rank)
     if key not in model.cache:
         model.cache[key] = _hold(model, config, axes, work, rank)
     found: Held = model.cache[key]
@@ -108,7 +112,8 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
     mine = [p for p in model.parameters if p.layer in held or (p.first and first) or (p.last and last)]
     stored, b = storage_bytes(config), COMPUTE_BYTES[config.precision]
     places_ = {"shard": at["dp_shard"] * axes["cp"] + at["cp"], "part": at["expert_shard"]}
-    elements = state = in_8_bits = twins = 0
+    elements = state = in_8_bits = twins = feedback = 0
+    copied = 0.0
     units: dict[str, int] = {}
     travelling: dict[str, int] = {}
     in_blocks = set()
@@ -123,6 +128,8 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
         travelling[unit] = travelling.get(unit, 0) + math.prod(whole) * (1 if bits else b)
         in_8_bits += math.prod(here) if bits and not wrapped else 0
         twins += math.prod(here) if pp > 1 and first and last and p.first and p.last else 0
+        values, kept = _compressed(here, config, axes["dp_replicate"], max(4, b))
+        copied, feedback = copied + values, feedback + kept
         if p.layer is not None:
             in_blocks.add(unit)
     return Held(
@@ -133,12 +140,29 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
         travelling=travelling,
         in_blocks=frozenset(in_blocks),
         in_8_bits=in_8_bits,
+        copied=int(copied),
+        feedback=feedback,
         twins=twins,
         wrapped=wrapped,
         stages=stages,
         first=first,
         last=last,
     )
+
+
+def _compressed(here: Sequence[int], config: ParallelConfig, replicas: int, w: int) -> tuple[float, int]:
+    """Bytes that a rank sends to replicas of the gradient of a parameter of which it has the shape ``here``, and bytes
+    that it keeps of what was lost, for the steps before and for the last."""
+    count, share = math.prod(here), 2 * (replicas - 1) / replicas
+    if config.compress in ("bf16", "int8"):
+        room = -(-count // INT8_BLOCK) * INT8_BLOCK
+        if config.compress == "bf16":
+            return share * room * 2, 0
+        return share * (room + 4 * room // INT8_BLOCK), 2 * w * (room + room // replicas)
+    thin = config.compress_rank * (math.prod(here[:-1]) + here[-1]) if len(here) > 1 else count
+    if config.compress == "powersgd" and 2 * thin <= count:
+        return share * w * thin, 2 * w * (count + config.compress_rank * here[-1])
+    return share * w * count, 0
 
 
 def stages_of(model: Model, config: ParallelConfig, pp: int, pp_rank: int) -> tuple[list[list[int]], bool, bool]:

@@ -47,6 +47,7 @@ from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig, optim_config
 from kforge_train.engine import PlainEngine, build_engine
 from kforge_train.errors import ConfigError, config_errors
+from kforge_train.estimate import estimate_job, work_of
 from kforge_train.lock import RunLock
 
 
@@ -97,6 +98,8 @@ def check(config: JobConfig, world_size: int) -> None:
             )
         microbatches = math.ceil(rows / ranks / (data.microbatch_rows or rows))
         check_layout(config.parallel, world_size, microbatches=microbatches)
+    if config.parallel.recompute == "auto":
+        estimate_job(config, world_size)  # knows whether any way of keeping activations fits
     try:
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     except (OSError, ValueError) as error:
@@ -169,6 +172,7 @@ def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
         init=lambda model: model.init_weights(seed),  # type: ignore[operator]
         gradients="sum",
         cast_inputs=False,
+        work=work_of(config, mesh.size),
     )
 
 

@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     overrides: list[tuple[str, str]] = []
-    if argv and argv[0] in ("train", "config", "schedule"):
+    if argv and argv[0] in ("train", "config", "schedule", "estimate"):
         from kforge_train.cli.overrides import split_overrides
 
-        overrides, argv = split_overrides(argv, ("--help", "--json", "--out"))
+        overrides, argv = split_overrides(argv, ("--help", "--json", "--out", "--gpus"))
     args = _parser(argv).parse_args(argv)
     code: int = args.command(args, overrides)
     return code
@@ -75,11 +75,13 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     train = command("train", _train, "Train a model, or go on with a run that was stopped.")
     config = command("config", _config, "Print the resolved job, with where each value came from; starts nothing.")
     schedule = command("schedule", _schedule, "How the rates of a job move, as a table or a picture.")
-    for sub in (train, config, schedule):
+    estimate = command("estimate", _estimate, "Memory that a job needs of a device, by part, and what it sends.")
+    for sub in (train, config, schedule, estimate):
         sub.add_argument("source", nargs="?", metavar="PRESET_OR_FILE", help="a preset's name or a TOML file")
         sub.usage = f"{sub.prog} [PRESET_OR_FILE] [--section.key VALUE ...]"
         sub.epilog = _OVERRIDES
     config.add_argument("--json", action="store_true", help="as JSON")
+    estimate.add_argument("--gpus", type=int, default=1, metavar="N", help="number of devices (default: 1)")
     schedule.add_argument("--out", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf (wants matplotlib)")
     if argv[:1] == ["train"] and {"-h", "--help"} & set(argv):
         from kforge_train.describe import describe_config
@@ -161,6 +163,19 @@ def _schedule(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
             except (ImportError, OSError) as error:
                 raise ConfigError(str(error)) from None
             print(args.out)
+    sys.stdout.flush()
+    return 0
+
+
+def _estimate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from kforge_train.errors import config_errors
+    from kforge_train.resolve import resolve_config
+
+    config = resolve_config(args.source, overrides).config
+    from kforge_train import estimate
+
+    with config_errors():
+        sys.stdout.write(estimate.main(config, args.gpus))
     sys.stdout.flush()
     return 0
 
