@@ -79,3 +79,66 @@ def test_qk_clip_does_not_wait(tokens, tmp_path, storage):
     clip = {"optim__qk_clip": 1e-3, "optim__qk_clip_every_steps": 1, "parallel__storage": storage}
     config = job(tokens, tmp_path, **common("muon"), **clip, parallel__precision="bf16")
     assert run_ranks(clips_without_waiting, 1, config, init=False, timeout_s=180) == [True]
+
+
+def packed_lengths(rank, world, options):
+    """Losses and gradients of plain and compiled blocks over packed rows of many lengths; graphs before and after."""
+    import torch
+    import torch._dynamo
+
+    import kforge_model
+    from kforge_model import ModelConfig, Rows
+    from kforge_parallel import ParallelConfig, launch, parallelize
+
+    sizes = {"vocab_size": 128, "dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 2048}
+    mesh = launch(ParallelConfig(device="cuda"))
+    plain, compiled = (
+        parallelize(
+            lambda: kforge_model.build_model(ModelConfig(**sizes, **options.get("model", {}))),
+            mesh,
+            init=lambda model: model.init_weights(1),
+            gradients="sum",
+            cast_inputs=False,
+            compile=compile_,
+            **options.get("parallel", {}),
+        )
+        for compile_ in (False, True)
+    )
+
+    def run(model, rows, tokens, first, train=True):
+        ids = torch.randint(0, 128, (rows, tokens), generator=torch.Generator().manual_seed(first)).cuda()
+        packed = Rows.packed([[first, tokens - first]] * rows, device="cuda")
+        scale = torch.tensor(1.0 / ids.numel(), device="cuda")
+        model.zero_grad()
+        with torch.set_grad_enabled(train):
+            loss, nll = model(ids, packed, labels=ids, scale=scale)
+        if train:
+            loss.backward()
+        norms = [p.grad.full_tensor().norm() for p in model.parameters() if train]
+        return nll.mean(), torch.stack(norms).norm() if train else nll.mean()
+
+    def both(*what):
+        for a, b in zip(run(plain, *what), run(compiled, *what), strict=True):
+            torch.testing.assert_close(a, b, rtol=5e-2, atol=0)
+
+    for what in ((4, 1024, 100), (4, 1024, 300), (4, 1536, 200), (3, 1024, 100)):
+        both(*what)
+        both(*what, False)
+    warm = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for first in range(128, 1024, 64):
+            both(4, 1024, first)
+            both(2 + first // 64 % 2, 1024 + first // 64 * 128, first)
+            both(3, 1024, first, False)
+    return warm, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"model": {"n_experts": 4}}, {"parallel": {"fp8": "tensorwise"}}, {"parallel": {"recompute": "full"}}],
+    ids=["dense", "experts", "fp8", "recompute"],
+)
+def test_packed_rows_of_any_length_compile_nothing_anew(options):
+    ((warm, end),) = run_ranks(packed_lengths, 1, options, init=False, timeout_s=400)
+    assert 0 < warm == end

@@ -152,6 +152,15 @@ def begin_anew(unit: FSDPModule) -> None:
     unit.reshard()
 
 
+def allow_graphs(number: int) -> None:
+    """Let one function have so many compiled graphs, at the least. Stands in for ``torch.compile(recompile_limit=…)``,
+    which torch 2.11 does not have."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, number)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * number)
+
+
 def keep_donated_buffers() -> None:
     """Let a compiled backward leave its buffers as they are, so that it may run in two halves. Stands in for a public
     option of ``torch.compile``."""

@@ -1,6 +1,12 @@
 """torch.compile block by block: equal blocks share one compiled graph, and start-up stays short.
 
 Only ``forward`` is compiled, so FSDP2's hooks stay outside of the graph and no parameter changes its name.
+
+Sizes are constants of a graph, which makes the fastest kernels, until one of them is another: rows of another length,
+a last batch with fewer of them, the longest document of packed rows. Then one more graph is made in which that size,
+and it alone, is a number (torch's automatic dynamic shapes), and it serves all further values of it. A graph for
+training and one for evaluation are two, and so is one for a single row. What one length has been trained with keeps its
+constants while only evaluations have others.
 """
 
 from __future__ import annotations
@@ -8,8 +14,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kforge_parallel._torch import allow_graphs
+
+GRAPHS = 64
+"""How many graphs one function may have: of layers with windows of several widths, and of a ring under ``tp``, whose
+attention is a graph in every layer. torch's own limit is 8; beyond it code runs uncompiled, and only a log says so."""
+
 
 def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
-    """Compile every block's forward in place. Shapes are taken as they come first; a new shape compiles anew."""
+    """Compile every block's forward in place."""
+    if blocks:
+        allow_graphs(GRAPHS)
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=None)

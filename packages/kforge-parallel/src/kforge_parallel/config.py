@@ -80,7 +80,8 @@ class ParallelConfig:
     """Keep what blocks save for backward in host memory: it is copied there beside the computation, and back before it
     is needed. Costs host memory and the bandwidth to it. On the CPU a copy, without use."""
     compile: bool = False
-    """Compile each block with torch.compile. Names of parameters do not change."""
+    """Compile each block with torch.compile. Names of parameters do not change, and further lengths of rows, numbers of
+    rows and documents compile nothing anew after the second."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after its forward and gather them again in backward. False: faster, and one
     full copy of the weights stays in memory through backward."""
