@@ -148,6 +148,17 @@ def test_schedule_prints_rates_and_draws_them(tmp_path: Path, capsys: pytest.Cap
         lines = capsys.readouterr().out.splitlines()[1:5]
         assert [line.split()[1] for line in lines] == rates
         assert [line.split()[-1] for line in lines] == ["1", "1", "3", "2"]
+    # 1,024 tokens a step, from step 2 on 2,048; the rate is halved from step 7 on.
+    longer = ["--data.phases", '[{"step": 2, "row_tokens": 1024}]', "--model.max_seq_len=1024"]
+    halved = ["--optim.lr_scales", '[{"step": 7, "scale": 0.5}]']
+    assert main(["schedule", *job, *tokens, *longer, *halved]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.split()[3:] == ["tokens", "of", "a", "row"]
+    assert [line.split()[1] for line in lines][:4] == ["0.25", "0.5", "0.75", "1"]
+    assert [line.split()[2] for line in lines] == ["512"] * 2 + ["1024"] * 8
+    assert [line.split()[1] for line in lines][6:8] == ["1", "0.5"]
+    assert main(["schedule", *job, "--train.steps=1000", *longer, *halved]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:5]] == ["0", "2", "7", "100"]
     assert main(["schedule", *job, "--train.steps=1000", "--data.batch_phases", growing]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:5]] == ["0", "2", "3", "100"]
     groups = '[{"name": "slow", "match": "^layers.0", "lr_scale": 0.5, "schedule": "constant"}]'

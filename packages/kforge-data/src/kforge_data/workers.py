@@ -272,7 +272,8 @@ class ProcessReader:
         self, reader: RowReader, rows: Iterable[Rows], *, workers: int, kind: str, ahead: int, pin: bool
     ) -> None:
         self._ahead, self._pin, self._rows = ahead + workers, pin, iter(rows)
-        count = min(self._ahead + 3 * ahead, MOST_BYTES // reader.batch_bytes)  # those on the way, and in use
+        # Those on the way, and in use; what there is no room for comes through the pipe.
+        count = min(self._ahead + 3 * ahead, min(MOST_BYTES, _shared_room() // 2) // reader.batch_bytes)
         tensors = [torch.empty(reader.batch_bytes, dtype=torch.uint8).share_memory_() for _ in range(count)]
         self._blocks = Blocks([tensor.numpy() for tensor in tensors])
         self._on_the_way: deque[int | None] = deque()
@@ -347,6 +348,15 @@ class LaneReader:
     def close(self) -> None:
         """End the processes and wait for them."""
         self._workers.close()
+
+
+def _shared_room() -> int:
+    """Bytes that are left for shared memory, which containers often have little of."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return MOST_BYTES
+    return room.f_bavail * room.f_frsize
 
 
 def _end_of(code: int | None) -> str:

@@ -103,6 +103,12 @@ class JobConfig:
 def optim_config(config: JobConfig) -> OptimConfig:
     """How a job learns, with every length in steps."""
     optim, data = config.optim, config.data
+    if optim.warmup_tokens and len(data.row_lengths()) > 1:
+        step, tokens = 0, 0
+        while tokens < optim.warmup_tokens:
+            tokens += data.batch_size().at(step) * data.row_tokens_at(step)
+            step += 1
+        return replace(optim, warmup_steps=step, warmup_tokens=0)
     if optim.warmup_tokens and data.batch_phases:
         rows = -(-optim.warmup_tokens // data.row_tokens)
         return replace(optim, warmup_steps=data.batch_size().step_at(rows), warmup_tokens=0)

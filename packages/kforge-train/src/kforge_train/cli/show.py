@@ -27,7 +27,7 @@ def as_json(resolved: Resolved) -> str:
 
 
 def rates(config: JobConfig, groups: Sequence[Group]) -> str:
-    """What moves in a run, at its first and last step, as warm-up and phases of the batch end, and at each tenth: a
+    """What moves in a run, at its first and last step, as warm-up and phases end, and at each tenth: a
     line a step, from 0."""
     from kforge_optim.schedules import curves
 
@@ -39,8 +39,12 @@ def rates(config: JobConfig, groups: Sequence[Group]) -> str:
     }
     if batch.phases:
         found["rows"] = batch.at
+    lengths = config.data.row_lengths()
+    if len(lengths) > 1:
+        found["tokens of a row"] = config.data.row_tokens_at
     tenths = {total_steps * tenth // 10 for tenth in range(10)}
     ends = {optim.warmup_steps, *accumulate(steps for steps, _ in batch.phases)}
+    ends |= {first for first, _ in lengths} | {table["step"] for table in optim.lr_scales}
     steps = sorted({*tenths, *(min(end, total_steps - 1) for end in ends), total_steps - 1})
     widths = {name: max(16, len(name) + 2) for name in found}
     lines = [f"{'step':>16}" + "".join(f"{name:>{width}}" for name, width in widths.items())]
