@@ -142,3 +142,50 @@ def packed_lengths(rank, world, options):
 def test_packed_rows_of_any_length_compile_nothing_anew(options):
     ((warm, end),) = run_ranks(packed_lengths, 1, options, init=False, timeout_s=400)
     assert 0 < warm == end
+
+
+REPEATED = {
+    "packed": {},
+    "plain": {"data__isolate_documents": False},
+    "float32": {"parallel__precision": "fp32"},  # the masked kernel
+    "experts": {"model__n_experts": 4, "model__balance_loss": 0.1, "model__router_bias": True},
+    "compiled": {"parallel__compile": True},
+    "compiled-experts": {"parallel__compile": True, "model__n_experts": 4},
+    "fp8": {"parallel__fp8": "tensorwise"},
+    "fp8-rowwise-compiled": {"parallel__fp8": "rowwise", "parallel__compile": True},
+    "windows": {"model__window": 16, "model__attn_softcap": 30.0},  # flex
+    "split": {"parallel__storage": "split", "parallel__recompute": "full"},
+    "muon": {"optim__name": "muon"},
+}
+
+
+def trained_bits(rank, world, config):
+    """A number for each weight that any of its bits changes, after training."""
+    from kforge_parallel.replicas import bits_digest
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    with build(config) as parts:
+        assert Trainer(parts).run() == 0
+        weights = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in parts.model.named_parameters()}
+        return {name: bits_digest(weight).item() for name, weight in weights.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", REPEATED)
+def test_two_deterministic_runs_have_the_same_bits(tokens, tmp_path, kind):
+    """Losses, norms of gradients and every weight; compiled code is made in each run anew."""
+    changes = {
+        **common(),
+        "train__deterministic": True,
+        "data__row_tokens": 128,
+        "model__n_heads": 4,
+        "train__steps": 8,
+    }
+    changes |= {"parallel__precision": "bf16", "ckpt__every_steps": 0, **REPEATED[kind]}
+    seen = []
+    for name in ("one", "other"):
+        config = job(tokens, tmp_path / name, **changes)
+        (bits,) = run_ranks(trained_bits, 1, config, init=False, timeout_s=300)
+        seen.append([bits, *(values(tmp_path / name, what) for what in ("loss", "grad_norm"))])
+    assert seen[0] == seen[1] and len(seen[0][1]) == 8

@@ -41,17 +41,38 @@ def test_a_run_killed_outright_ends_bit_equal(tokens, tmp_path, world, changes):
     assert values(tmp_path / "killed", "loss", "eval") == values(tmp_path / "whole", "loss", "eval")
 
 
-def test_two_deterministic_runs_have_the_same_bits(tokens, tmp_path):
-    options = {"train__steps": 6, "train__deterministic": True, "parallel__recompute": "selective"}
+EXPERTS = {"model__n_experts": 4, "model__router_bias": True, "model__balance_loss": 0.1}
+REPLICAS = {"parallel__dp_replicate": 2, "parallel__dp_shard": 1, "parallel__precision": "fp32", "model__dim": 32}
+DETERMINISTIC = {
+    "experts": {**EXPERTS, "parallel__recompute": "selective"},
+    "fp8": {"parallel__fp8": "tensorwise", "model__dim": 32, "parallel__precision": "bf16"},
+    "compiled": {"parallel__compile": True, "parallel__precision": "fp32"},
+    "compressed": {**REPLICAS, "parallel__compress": "powersgd", "parallel__compress_rank": 4},
+    "ring": {"parallel__cp": 2, "parallel__cp_style": "ring"},
+}
+
+
+@pytest.mark.parametrize("kind", DETERMINISTIC)
+def test_two_deterministic_runs_have_the_same_bits(tokens, tmp_path, kind):
+    options = {"train__steps": 6, "train__deterministic": True, **DETERMINISTIC[kind]}
     seen = []
     for name in ("one", "other"):
-        config = job(tokens, tmp_path / name, **options, **EXPERTS)
-        assert run_ranks(train, 2, config, init=False) == [0, 0]
+        config = job(tokens, tmp_path / name, **options)
+        assert run_ranks(train_eagerly, 2, config, init=False, timeout_s=120) == [0, 0]
         seen.append([values(tmp_path / name, what) for what in ("loss", "grad_norm")])
     assert seen[0] == seen[1] and len(seen[0][0]) == 6
 
 
-EXPERTS = {"model__n_experts": 4, "model__router_bias": True, "model__balance_loss": 0.1}
+def train_eagerly(rank, world, config):
+    """As `train`; what is compiled is so without a compiler of C++."""
+    from functools import partial
+
+    import kforge_parallel.build as parallel
+
+    parallel.compile_blocks = partial(parallel.compile_blocks, backend="aot_eager")
+    return train(rank, world, config)
+
+
 LAYOUTS = [
     pytest.param({}, ({}, {}, {}), id="shards"),
     pytest.param({}, ({"dp_replicate": 2}, {"tp": 2}, {}), id="replicas-then-tp-and-shards"),

@@ -45,6 +45,7 @@ from kforge_resilience import Guard, ResilienceConfig, StopRequest
 from kforge_train._torch import default_compile_cache
 from kforge_train.agree import check_agreement
 from kforge_train.config import JobConfig, optim_config
+from kforge_train.deterministic import be_deterministic, check_deterministic
 from kforge_train.engine import PlainEngine, build_engine
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.estimate import estimate_job, work_of
@@ -84,6 +85,8 @@ def checkpoint_dir(config: JobConfig) -> Path | str:
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
     check_parts(config.model)
+    if config.train.deterministic:
+        check_deterministic(os.environ)
     for _, row_tokens in config.data.row_lengths():
         axes = check_layout(config.parallel, world_size, model_shape(config.model), row_tokens)
     groups_of(config)  # knows the names, whether lengths fit, and what rules fit
@@ -241,10 +244,9 @@ def build(config: JobConfig) -> Iterator[Job]:
     with config_errors():
         check(config, find_world().size)
         group_is_ours = not dist.is_initialized()
+        if config.train.deterministic:
+            be_deterministic(os.environ)
         mesh = launch(config.parallel)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS sums in one order under a fixed workspace
-        torch.use_deterministic_algorithms(True)
     if config.parallel.compile:
         _keep_compiled(Path(config.train.run_dir).absolute() / "compiled")
     try:

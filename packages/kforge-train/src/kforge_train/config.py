@@ -33,8 +33,9 @@ class TrainConfig:
     eval_rows: int = 256
     """Held-out rows of one evaluation, over all processes. 0: all of them."""
     deterministic: bool = False
-    """Use deterministic kernels only; one that torch has no such kernel for is an error that names it. Two runs then
-    have the same bits. CPU runs have them without it."""
+    """Use deterministic kernels only; one that torch has no such kernel for is an error that names it, and so is an
+    environment that leaves the order of sums open (CUBLAS_WORKSPACE_CONFIG, NCCL_ALGO). Two runs on the same machine
+    then have the same bits. CPU runs have them without it."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
