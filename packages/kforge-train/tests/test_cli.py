@@ -256,3 +256,8 @@ def test_estimate_prints_parts_and_decides_on_recomputation(capsys: pytest.Captu
     assert "no way of keeping activations fits into 92% of 20.00 GB" in capsys.readouterr().err
     assert main([*job, "--parallel.recompute", "auto", "--parallel.device", "cpu"]) == 2
     assert "set parallel.memory_gb" in " ".join(capsys.readouterr().err.split())
+    few = ["--model.preset", "llama3-1b", "--parallel.tp", "8", "--parallel.pp", "4", "--data.global_rows", "1024"]
+    assert main(["estimate", "--gpus", "1024", "--rank", "1023", *few, "--data.microbatch_rows", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "rank 1023 of pp 4 × dp_shard 32 × tp 8 (pp 3, dp_shard 31, tp 7): " in told
+    assert "  layers.15.attn.wo.weight" in told and "layers.0." not in told

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kforge_parallel.context import shard_rows as shard_rows
     from kforge_parallel.estimate import Estimate as Estimate
     from kforge_parallel.estimate import estimate_layout as estimate_layout
+    from kforge_parallel.fake import RankCheck as RankCheck
+    from kforge_parallel.fake import check_rank as check_rank
     from kforge_parallel.fsdp import full_parameters as full_parameters
     from kforge_parallel.fsdp import full_state as full_state
     from kforge_parallel.fsdp import set_last_microbatch as set_last_microbatch
@@ -72,9 +74,11 @@ _HOME = {
     "Parameter": "shape",
     "Pipeline": "pipeline",
     "Precision": "precision",
+    "RankCheck": "fake",
     "Work": "work",
     "World": "world",
     "check_layout": "layout",
+    "check_rank": "fake",
     "check_replicas": "replicas",
     "choose_device": "world",
     "choose_recompute": "choice",

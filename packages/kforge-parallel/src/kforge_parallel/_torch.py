@@ -136,6 +136,14 @@ SPLITS_BACKWARD = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 enters a function of Python's own (`torch.autograd.Function`), and add up the gradients of its several outputs."""
 
 
+def join_fake_world(rank: int, size: int) -> None:
+    """Make this process rank ``rank`` of a group of ``size`` in which nothing is sent. Stands in for a public backend
+    of that kind: torch's own is in its testing package, and registers itself when that is imported."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
 def begin_anew(unit: FSDPModule) -> None:
     """Free what an FSDP unit has gathered, and let its next forward gather again. Where a unit has several modules and
     one of them does not run (a tied embedding at the end of a pipeline), torch 2.11 waits for it: the unit stays in its

@@ -58,6 +58,7 @@ def parallelize(
     cast_inputs: bool = True,
     plan: Mapping[str, str] | None = None,
     work: Work | None = None,
+    allocate: bool = True,
     **options: object,
 ) -> nn.Module:
     """Build a model and spread it over the mesh.
@@ -73,6 +74,7 @@ def parallelize(
         dtypes (rotary angles in fp32, say) wants False.
     plan: how tensor parallelism cuts the model (see the README); None: the model's ``plan``. Read where tp > 1.
     work: rows, microbatches and optimizer of a step. Read where recompute is auto, which wants it.
+    allocate: False leaves all on the meta device and fills nothing: a look at what a rank would hold (`check_rank`).
 
     Returns the model, with DTensor parameters in the storage dtype and the names it was built with; where pp > 1 what
     this rank has of it, to be called by a `Pipeline`.
@@ -84,7 +86,7 @@ def parallelize(
     _check_axes(config, mesh)
     precision = precision_of(config.precision, config.storage)
     wrapped = mesh.size > 1 or config.storage == "fp32"
-    with torch.device("meta" if init is not None else "cpu"):
+    with torch.device("meta" if init is not None or not allocate else "cpu"):
         model = build()
     if config.recompute == "auto":
         config = _choose_recompute(model, mesh, config, work, plan, blocks)
@@ -95,7 +97,7 @@ def parallelize(
             raise RuntimeError(f"{step} changed the names or the ties of the parameters; this is a fault of kforge")
 
     convert(model, precision.storage)
-    if init is None:
+    if init is None and allocate:
         _share_values(model, mesh)
         model.to(device=mesh.device)
     _tie(model, tied)
@@ -144,6 +146,10 @@ def parallelize(
                 compression=compression,
             )
             check("sharding")
+    if not allocate:
+        if mesh.pp_size > 1:
+            take_own(model)
+        return model
     if init is not None:
         untouched: dict[str, tuple[torch.Tensor, int]] = {}
         for part in parts:

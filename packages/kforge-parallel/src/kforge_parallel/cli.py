@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kforge_parallel import __version__
 from kforge_parallel.axes import AXES
@@ -21,6 +23,9 @@ from kforge_parallel.planner import Machine, plan_layouts
 from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.work import MOMENTS, OPTIMIZERS, Work
 from kforge_parallel.world import expand_hosts, find_world
+
+if TYPE_CHECKING:
+    from kforge_parallel.fake import RankCheck
 
 _AXES = {
     "pp": "stages of blocks",
@@ -52,20 +57,26 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="kforge-parallel", description=__doc__.split(": ", 1)[1])
     top.add_argument("--version", action="version", version=f"kforge-parallel {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="mesh|plan|world|hosts")
+    commands = top.add_subparsers(dest="command", required=True, metavar="mesh|plan|check|world|hosts")
 
     mesh = commands.add_parser("mesh", help="draw which rank stands where, and which groups cross hosts")
-    mesh.add_argument("--world", type=int, required=True, metavar="N", help="number of processes")
-    for axis in (*AXES, "ep"):
-        default = -1 if axis == "dp_shard" else 1
-        left = "" if axis == "ep" else "; -1: all that are left"
-        mesh.add_argument(
-            f"--{axis.replace('_', '-')}",
-            type=int,
-            metavar="N",
-            default=None,
-            help=f"{_AXES[axis]}{left} (default {default})",
-        )
+    check = commands.add_parser("check", help="build what one rank would hold, in this process and without its memory")
+    for command in (mesh, check):
+        command.add_argument("--world", type=int, required=True, metavar="N", help="number of processes")
+        for axis in (*AXES, "ep"):
+            default = -1 if axis == "dp_shard" else 1
+            left = "" if axis == "ep" else "; -1: all that are left"
+            command.add_argument(
+                f"--{axis.replace('_', '-')}",
+                type=int,
+                metavar="N",
+                default=None,
+                help=f"{_AXES[axis]}{left} (default {default})",
+            )
+    check.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="builds the model, without arguments")
+    check.add_argument("--rank", type=int, required=True, metavar="R", help="which of the processes")
+    check.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="of pipelines (default 1f1b)")
+    check.add_argument("--no-sequence-parallel", action="store_true", help="whole rows on tensor-parallel ranks")
     mesh.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="processes a host (default 8)")
     mesh.add_argument("--json", action="store_true", help="positions and groups as JSON")
 
@@ -139,6 +150,20 @@ def _plan(options: argparse.Namespace) -> str:
     return json.dumps(asdict(plan)) if options.json else str(plan)
 
 
+def _check(options: argparse.Namespace, sizes: dict[str, int]) -> RankCheck:
+    from kforge_parallel.fake import check_rank
+
+    module, _, function = options.model.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--model {options.model} names no function that can be imported: {error}") from None
+    rest: dict[str, Any] = {"pp_schedule": options.schedule, "sequence_parallel": not options.no_sequence_parallel}
+    config = ParallelConfig(**sizes, **rest, device="cpu")  # type: ignore[arg-type]
+    return check_rank(build, config, options.world, options.rank)
+
+
 def _option(name: str) -> str:
     """``host_bytes_per_s`` -> ``--host-gb-s``."""
     return "--" + name.replace("bytes_per_s", "gb_s").replace("peak_flops", "peak_tflops").replace("_", "-")
@@ -162,16 +187,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 for what cannot be."""
     options = parser().parse_args(arguments)
     try:
-        if options.command == "mesh":
+        if options.command in ("mesh", "check"):
             asked = {axis: getattr(options, axis) for axis in (*AXES, "ep")}
             sizes = {axis: size for axis, size in asked.items() if size is not None}
             if -1 in sizes.values():
                 sizes.setdefault("dp_shard", 1)  # another axis takes what is left
             try:
-                table = mesh_table(sizes, options.world, options.ranks_per_host)
+                shown: Any = _check(options, sizes) if options.command == "check" else None
+                shown = shown or mesh_table(sizes, options.world, options.ranks_per_host)
             except ValueError as error:
                 raise ValueError(_own_words(str(error))) from None
-            print(json.dumps(asdict(table)) if options.json else table)
+            print(json.dumps(asdict(shown)) if getattr(options, "json", False) else shown)
         elif options.command == "plan":
             print(_plan(options))
         elif options.command == "world":

@@ -191,14 +191,18 @@ def parameters_of(
     blocks, plan: as of `parallelize`. A model without a plan gets no words, and cannot be estimated under tp.
     Raises ValueError as `parallelize` does for either.
     """
-    from kforge_parallel.expert import find_mixtures
+    from kforge_parallel.expert import find_called, find_mixtures
     from kforge_parallel.fsdp import find_blocks, find_units
+    from kforge_parallel.hugging_face import tensor_plan
     from kforge_parallel.plan import resolve_plan
 
     plan = getattr(model, "plan", None) if plan is None else plan
+    if plan is None and hasattr(model, "tp_plan"):
+        plan = tensor_plan(model)
     words: Mapping[str, str] = {} if plan is None else resolve_plan(model, plan).parameters
     block_list = find_blocks(model, blocks)
-    dealt = {p for mixture in find_mixtures(model).values() for p in mixture.experts.parameters()}  # type: ignore[union-attr]
+    mixtures = [getattr(mixture, "experts") for mixture in find_mixtures(model).values()]  # noqa: B009
+    dealt = {p for experts in (*mixtures, *find_called(model).values()) for p in experts.parameters()}
     layer_of = {module: i for i, block in enumerate(block_list) for module in block.modules()}
     unit_of = {m: f"unit {i}" for i, group in enumerate(find_units(model)) for top in group for m in top.modules()}
     first, last = _ends_of(model, len(block_list))

@@ -15,8 +15,9 @@ from kforge_parallel.stages import split_layers, stages_of_rank, stages_per_rank
 from kforge_parallel.work import COMPUTE_BYTES, Work, storage_bytes
 
 CUT_ALONG = {
-    **dict.fromkeys(("colwise", "colwise_kv", "colwise_qkv", "vocab_embedding", "vocab_loss"), 0),
-    **dict.fromkeys(("packed_colwise", "rowwise"), 1),
+    **dict.fromkeys(("colwise", "colwise_join", "colwise_kv", "colwise_qkv", "experts_sum"), 0),
+    **dict.fromkeys(("vocab_embedding", "vocab_loss"), 0),
+    **dict.fromkeys(("packed_colwise", "rowwise", "rowwise_part"), 1),
 }
 """Word of a plan -> along which dimension it cuts a weight."""
 INT8_BLOCK, INT8_SMALLEST = 256, 4096
@@ -205,6 +206,15 @@ def local_shape(
         each = -(-shape[dim] // shards)
         shape[dim] = max(0, min(each, shape[dim] - shard * each))
     return shape
+
+
+def held_shapes(
+    parameters: Iterable[Parameter], axes: dict[str, int], kv_heads: int, rank: int
+) -> dict[str, tuple[int, ...]]:
+    """Name -> the shape of what ``rank`` stores of each parameter."""
+    at = places(rank, axes)
+    place = {"shard": at["dp_shard"] * axes["cp"] + at["cp"], "part": at["expert_shard"]}
+    return {p.name: tuple(local_shape(p, axes, kv_heads, **place)) for p in parameters}
 
 
 def state_bytes(parameter: Parameter, here: Sequence[int], config: ParallelConfig, work: Work) -> int:

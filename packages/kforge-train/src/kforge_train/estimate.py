@@ -9,7 +9,7 @@ import torch
 
 import kforge_model
 from kforge_model import model_shape
-from kforge_parallel import Estimate, Work, choose_recompute, estimate_layout, parameters_of, resolve_axes
+from kforge_parallel import Estimate, Work, check_rank, choose_recompute, estimate_layout, parameters_of, resolve_axes
 from kforge_parallel.choice import memory_of
 from kforge_parallel.estimate import gb
 from kforge_parallel.work import OPTIMIZERS
@@ -57,9 +57,12 @@ def in_one_line(told: Estimate) -> str:
     return f"{gb(told.peak)} at {moment}: " + ", ".join(f"{name} {gb(size)}" for name, size in parts if size)
 
 
-def main(config: JobConfig, world_size: int) -> str:
-    """What `kforge estimate` prints."""
+def main(config: JobConfig, world_size: int, rank: int | None = None) -> str:
+    """What `kforge estimate` prints. rank: build what this rank would hold, on the meta device, and list it, too."""
     decided, told = estimate_job(config, world_size)
+    if rank is not None:
+        seen = check_rank(lambda: kforge_model.build_model(config.model), decided.parallel, world_size, rank)
+        return f"{told}\n\n{seen}\n"
     chosen = ""
     if config.parallel.recompute == "auto":
         every = decided.parallel.recompute_every

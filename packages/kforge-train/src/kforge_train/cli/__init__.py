@@ -54,7 +54,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in ("train", "config", "schedule", "estimate"):
         from kforge_train.cli.overrides import split_overrides
 
-        overrides, argv = split_overrides(argv, ("--help", "--json", "--out", "--gpus"))
+        overrides, argv = split_overrides(argv, ("--help", "--json", "--out", "--gpus", "--rank"))
     args = _parser(argv).parse_args(argv)
     code: int = args.command(args, overrides)
     return code
@@ -82,6 +82,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         sub.epilog = _OVERRIDES
     config.add_argument("--json", action="store_true", help="as JSON")
     estimate.add_argument("--gpus", type=int, default=1, metavar="N", help="number of devices (default: 1)")
+    estimate.add_argument("--rank", type=int, metavar="R", help="list what this one of the devices would hold")
     schedule.add_argument("--out", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf (wants matplotlib)")
     if argv[:1] == ["train"] and {"-h", "--help"} & set(argv):
         from kforge_train.describe import describe_config
@@ -175,7 +176,7 @@ def _estimate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
     from kforge_train import estimate
 
     with config_errors():
-        sys.stdout.write(estimate.main(config, args.gpus))
+        sys.stdout.write(estimate.main(config, args.gpus, args.rank))
     sys.stdout.flush()
     return 0
 
