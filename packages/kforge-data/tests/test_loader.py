@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -465,6 +467,22 @@ def test_a_worker_that_fails_or_dies_is_an_error(numbered: Make, row: int, messa
         rest = range(loader.position, 10)
         assert [seen(loader.next()) for _ in rest] == [[i] if i not in (5, 7) else [] for i in rest]
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+def test_workers_end_with_the_process_that_made_them(numbered: Make, how: str) -> None:
+    """However it ends: they hold its standard output open, so that waiting for its end is waiting for theirs."""
+    script = (
+        "import os, signal, sys\nfrom kforge_data import Loader, TokenShards\n"
+        "loader = Loader(TokenShards(sys.argv[1]), row_tokens=4, global_rows=2, workers=2, worker_kind='fork')\n"
+        "loader.next()\n"
+        f"os.kill(os.getpid(), signal.{how})\n"
+        "loader.next()\n"
+    )
+    command = [sys.executable, "-c", script, str(numbered(20).path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == -getattr(signal, how), done.stderr
+    assert "kforge-data-" not in done.stderr  # no worker says anything
 
 
 def test_quarantined_rows_are_padding_and_move_nothing(numbered: Make) -> None:

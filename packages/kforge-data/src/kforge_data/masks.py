@@ -197,10 +197,10 @@ def mask_documents(
     key = hashlib.sha256(text.encode()).hexdigest()
 
     def build(folder: Path) -> None:
-        bad = np.diff(stream.document_bounds(0, stream.documents)) < min_tokens
+        bounds = stream.document_bounds(0, stream.documents)
+        bad = np.diff(bounds) < min_tokens
         if duplicates:
             bad |= duplicate_documents([stream])
-        bounds = stream.document_bounds(0, stream.documents)
         edges = np.diff(bad.astype(np.int8), prepend=0, append=0)
         np.save(folder / "begins.npy", bounds[np.flatnonzero(edges == 1)])
         np.save(folder / "ends.npy", bounds[np.flatnonzero(edges == -1)])

@@ -8,6 +8,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -191,6 +192,8 @@ class Workers:
     def __init__(self, count: int, kind: str, work: Callable[[Any], Any]) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        # Where nobody closes: before the interpreter, at its end, waits for them, who do not heed its SIGTERM.
+        Finalize(self, _close_all, (self._pipes,), exitpriority=100)
         context: Any = multiprocessing.get_context(kind)
         for number in range(count):
             ours, theirs = context.Pipe()
@@ -231,8 +234,7 @@ class Workers:
 
     def close(self) -> None:
         """End the processes and wait for them."""
-        for pipe in self._pipes:
-            pipe.close()
+        _close_all(self._pipes)
         for process in self._processes:
             process.join(_END_S)
             if process.is_alive():  # it hangs where it reads
@@ -348,6 +350,11 @@ class LaneReader:
     def close(self) -> None:
         """End the processes and wait for them."""
         self._workers.close()
+
+
+def _close_all(pipes: Sequence[Connection]) -> None:
+    for pipe in pipes:
+        pipe.close()
 
 
 def _shared_room() -> int:
