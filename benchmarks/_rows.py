@@ -28,6 +28,8 @@ class Row:
     recompute: str = "none"
     recompute_keep: tuple[str, ...] = ()
     """Of a selective recomputation; (): the default."""
+    recompute_blocks: int = 0
+    """How many blocks are run again; 0: all."""
     reshard_after_forward: bool = False
     isolate_documents: bool = False
     storage: str = "fp32"
@@ -64,6 +66,7 @@ class Row:
             "parallel.recompute": self.recompute,
             "parallel.reshard_after_forward": self.reshard_after_forward,
             **({"parallel.recompute_keep": self.recompute_keep} if self.recompute_keep else {}),
+            "parallel.recompute_blocks": self.recompute_blocks,
             "parallel.compile": self.compile,
             "parallel.device": self.device,
             "optim.lr": 3e-4,
@@ -113,6 +116,7 @@ ROWS = {
             microbatch_rows=1,
             recompute="selective",
             recompute_keep=("attention",),
+            recompute_blocks=25,
             **LEAN,
         ),
         # fp32 weights, gradients and two moments are 128.5 GB. What is left holds the inputs of the blocks, not all

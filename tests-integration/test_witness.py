@@ -214,7 +214,10 @@ ERRORS = {
 ELSEWHERE = {
     "parallel.compile": "test_compile_compiles_and_keeps_what_it_made_in_the_run",
     **dict.fromkeys(
-        [f"parallel.{name}" for name in ("recompute_every", "recompute_keep", "offload_activations", "memory_gb")],
+        [
+            f"parallel.{name}"
+            for name in ("recompute_every", "recompute_blocks", "recompute_keep", "offload_activations", "memory_gb")
+        ],
         "test_blocks_keep_activations_as_told",
     ),
     "parallel.init_timeout_s": "test_time_outs_reach_the_group",
@@ -426,7 +429,7 @@ def told_to_keep(rank, world, config):
     from kforge_train.build import build
 
     told = []
-    parallel.recompute_blocks = lambda blocks, mode, **options: told.append((mode, options["every"], options["keep"]))
+    parallel.recompute_blocks = lambda blocks, mode, **options: told.append((mode, options["again"], options["keep"]))
     parallel.offload_blocks = lambda blocks: told.append(len(blocks))
     with build(config):
         return told
@@ -436,14 +439,15 @@ def test_blocks_keep_activations_as_told(tokens, tmp_path):
     keep = ("products", "attention", "transfers", "routing")
     for i, (options, expected) in enumerate(
         [
-            ({}, [("none", 1, keep)]),
-            ({"recompute": "selective", "recompute_keep": ("aten.mm",)}, [("selective", 1, ("aten.mm",))]),
+            ({}, [("none", [False, False], keep)]),
+            ({"recompute": "selective", "recompute_keep": ("aten.mm",)}, [("selective", [True, True], ("aten.mm",))]),
             (
                 {"recompute": "full", "recompute_every": 2, "offload_activations": True},
-                [("full", 2, keep), 2],
+                [("full", [True, False], keep), 2],
             ),
-            ({"recompute": "auto", "memory_gb": 1.0}, [("none", 1, keep)]),
-            ({"recompute": "auto", "memory_gb": 0.00194}, [("full", 1, keep)]),
+            ({"recompute": "full", "recompute_blocks": 1}, [("full", [True, False], keep)]),
+            ({"recompute": "auto", "memory_gb": 1.0}, [("none", [False, False], keep)]),
+            ({"recompute": "auto", "memory_gb": 0.00194}, [("full", [True, True], keep)]),
         ]
     ):
         config = base_job(tokens, tmp_path / str(i), **{f"parallel__{name}": value for name, value in options.items()})

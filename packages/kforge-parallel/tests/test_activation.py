@@ -40,11 +40,11 @@ class Block(nn.Module):
 MODES = {
     "none": lambda blocks: None,
     "full": partial(recompute_blocks, mode="full"),
-    "every": partial(recompute_blocks, mode="full", every=2),
+    "every": partial(recompute_blocks, mode="full", again=[True, False, True, False]),
     "selective": partial(recompute_blocks, mode="selective"),
     "attention": partial(recompute_blocks, mode="selective", keep=("attention",)),
     "products": partial(recompute_blocks, mode="selective", keep=("aten.addmm", "aten.mm")),
-    "every-selective": partial(recompute_blocks, mode="selective", every=3),
+    "every-selective": partial(recompute_blocks, mode="selective", again=[True, False, False, True]),
     "offload": offload_blocks,
     "full-offload": lambda blocks: (recompute_blocks(blocks, "full"), offload_blocks(blocks)),
 }

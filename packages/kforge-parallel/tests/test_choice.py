@@ -38,6 +38,7 @@ def test_it_fits_and_nothing_that_fits_computes_less_again(name, share):
     assert estimate.peak <= 0.92 * memory
     others = [told()]
     others += [told(recompute=r, recompute_every=k) for r, k in product(("selective", "full"), (1, 2, 3, 4, 8))]
+    others += [told(recompute=r, recompute_blocks=n) for r, n in product(("selective", "full"), range(1, 6))]
     for other in others:
         assert other.peak > 0.92 * memory or other.recomputed >= estimate.recomputed
     if share > 1:
@@ -51,7 +52,7 @@ def test_less_memory_means_more_computed_again():
     ways = []
     for memory in (90e9, 60e9, 50e9, 40e9):
         chosen, told = choose_recompute(SHAPES["1b"], ParallelConfig(compile=True), 1, work, memory)
-        ways.append((chosen.recompute, chosen.recompute_every, told.recomputed))
+        ways.append((chosen.recompute, chosen.recompute_blocks, told.recomputed))
     assert ways[0][0] == "none"
     assert [flops for *_, flops in ways] == sorted(flops for *_, flops in ways)
     assert len({*ways}) == 4
@@ -94,7 +95,7 @@ def decided(rank, world, memory_gb, work, build):
     from kforge_parallel import launch, parallelize
 
     told = []
-    building.recompute_blocks = lambda blocks, mode, **options: told.append((mode, options["every"]))
+    building.recompute_blocks = lambda blocks, mode, **options: told.append((mode, sum(options["again"])))
     mesh = launch(ParallelConfig(precision="fp32", device="cpu", recompute="auto", memory_gb=memory_gb))
     try:
         parallelize(build, mesh, work=work)
@@ -105,7 +106,7 @@ def decided(rank, world, memory_gb, work, build):
 
 def test_parallelize_decides_and_says_what_it_lacks():
     work = Work(row_tokens=64, microbatch_rows=4)
-    assert run_ranks(decided, 2, 1.0, work, toy.Sized, init=False) == [[("none", 1)]] * 2
+    assert run_ranks(decided, 2, 1.0, work, toy.Sized, init=False) == [[("none", 0)]] * 2
     needs = estimate_layout(toy.Sized.shape, ParallelConfig(precision="fp32"), 2, work).peak
     ((ways,), _) = run_ranks(decided, 2, 0.9 * needs / 1e9 / 0.92, work, toy.Sized, init=False)
     assert ways[0] != "none"

@@ -97,6 +97,9 @@ def test_a_pipeline_is_told_of_in_one_way(fields, says):
     [
         ({"recompute_every": 2}, "recompute_every = 2 cannot be with parallel.recompute = none"),
         ({"recompute_every": 0, "recompute": "full"}, "recompute_every = 0 .* at least 1"),
+        ({"recompute_blocks": 2}, "recompute_blocks = 2 cannot be with parallel.recompute = none"),
+        ({"recompute_blocks": -1, "recompute": "full"}, "recompute_blocks = -1 .* must not be negative"),
+        ({"recompute_blocks": 2, "recompute_every": 2, "recompute": "full"}, "where recompute_every says how many"),
         ({"recompute_keep": (), "recompute": "selective"}, r"recompute_keep = \(\) must name operations; to keep none"),
         ({"recompute_keep": (1,), "recompute": "selective"}, r"recompute_keep = \(1,\) must name operations"),
         ({"recompute_keep": ("products",), "recompute": "full"}, "= full; set it to selective, or leave"),
@@ -121,3 +124,15 @@ def test_every_field_says_what_it_is():
         assert said, field.name
         if field.name.endswith("_s"):
             assert "in seconds" in said[1], field.name
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 32])
+def test_blocks_that_are_run_again_are_as_many_as_asked_and_spread_evenly(blocks):
+    assert ParallelConfig().run_again(blocks) == [False] * blocks
+    assert ParallelConfig(recompute="full", recompute_every=3).run_again(7) == [True, False, False] * 2 + [True]
+    for count in range(1, 40):
+        again = ParallelConfig(recompute="full", recompute_blocks=count).run_again(blocks)
+        assert sum(again) == min(count, blocks)
+        for width in range(1, blocks + 1):  # every stretch of one width has the same number, or one more
+            sums = {sum(again[i : i + width]) for i in range(blocks - width + 1)}
+            assert max(sums) - min(sums) <= 1

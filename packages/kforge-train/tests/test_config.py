@@ -129,6 +129,7 @@ WITH: dict[str, dict[str, Any]] = {
     "parallel.compress": {"parallel.dp_replicate": 2},
     "parallel.compress_rank": {"parallel.dp_replicate": 2, "parallel.compress": "powersgd"},
     "parallel.recompute_every": {"parallel.recompute": "full"},
+    "parallel.recompute_blocks": {"parallel.recompute": "full"},
     "parallel.memory_gb": {"parallel.recompute": "auto"},
     "parallel.recompute_keep": {"parallel.recompute": "selective"},
     "parallel.pp_stages": {"parallel.pp_schedule": "interleaved_1f1b"},

@@ -51,14 +51,14 @@ def recompute_blocks(
     blocks: list[nn.Module],
     mode: str,
     *,
-    every: int = 1,
+    again: Sequence[bool] | None = None,
     keep: Sequence[str] = KEEP,
     compiled: Sequence[nn.Module] = (),
 ) -> None:
     """Make blocks keep what ``mode`` says, in place: all (none), only their input (full), or their input and the
     outputs of the operations in ``keep`` (selective).
 
-    every: the first of each so many blocks is run again, the others keep all.
+    again: for each block whether it is run again; the others keep all. None: all are.
     keep: words of `KINDS`, or operations such as "aten.mm".
     compiled: the blocks that will each be compiled as one graph.
 
@@ -89,7 +89,7 @@ def recompute_blocks(
         return out
 
     options: dict[str, Any] = {"context_fn": partial(_graph_contexts, operations)} if operations else {}
-    for block in blocks[::every]:
+    for block in blocks if again is None else [one for one, chosen in zip(blocks, again, strict=True) if chosen]:
         wrap(block, in_graph if any(block is one for one in compiled) else run_again)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from kforge_parallel._torch import keep_donated_buffers, times_written
 from kforge_parallel.activation import recompute_blocks
 from kforge_parallel.axes import product_text
-from kforge_parallel.choice import choose_recompute, memory_of
+from kforge_parallel.choice import choose_recompute, memory_of, way
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.compress import Compression
 from kforge_parallel.config import ParallelConfig
@@ -203,8 +203,7 @@ def _choose_recompute(
     memory = memory_of(config, mesh.device.type)
     config, told = choose_recompute(shape, config, mesh.size, work, memory, parameters=listed)
     if dist.get_rank() == 0:
-        every = f" of one block in {config.recompute_every}" if config.recompute_every > 1 else ""
-        _log.info("parallel.recompute = auto: %s%s\n%s", config.recompute, every, told)
+        _log.info("parallel.recompute = auto: %s\n%s", way(config), told)
     return config
 
 
@@ -255,7 +254,7 @@ def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh)
     recompute_blocks(
         blocks,
         config.recompute,
-        every=config.recompute_every,
+        again=config.run_again(len(blocks)),
         keep=config.recompute_keep,
         compiled=whole,
     )

@@ -14,9 +14,6 @@ from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.weight_bytes import Model
 from kforge_parallel.work import Work
 
-EVERY = (8, 4, 3, 2, 1)
-"""Of how many blocks one is run again."""
-
 
 def choose_recompute(
     shape: ModelShape,
@@ -27,7 +24,7 @@ def choose_recompute(
     *,
     parameters: Sequence[Parameter] | None = None,
 ) -> tuple[ParallelConfig, Estimate]:
-    """The config with recompute and recompute_every decided, and the estimate of the rank that needs the most.
+    """The config with recompute and recompute_blocks decided, and the estimate of the rank that needs the most.
 
     Of those ways whose peak is at most 92 % of ``memory`` (bytes of a device), the one with the fewest floating-point
     operations computed again; of several, the one that runs the fewest blocks again. A selective recomputation keeps
@@ -35,7 +32,7 @@ def choose_recompute(
 
     parameters: as of `estimate_layout`. Raises ValueError as that, and where no way fits, with the leanest.
     """
-    plain = replace(config, recompute="none", recompute_every=1, memory_gb=0.0)
+    plain = replace(config, recompute="none", memory_gb=0.0)
     axes = check_layout(replace(plain, device="cuda") if plain.device == "auto" else plain, world_size, shape)
     model = Model(sizes_of(shape), decoder_parameters(shape) if parameters is None else parameters)
     found = [(one, of_all(model, one, axes, work)) for one in _ways(plain, model, axes)]
@@ -61,9 +58,13 @@ def _ways(plain: ParallelConfig, model: Model, axes: dict[str, int]) -> Iterator
         # What is offloaded is not kept on the device beside, and no operation is seen in a block of several graphs.
         if mode == "selective" and (plain.offload_activations or not whole_graphs):
             continue
-        for every in EVERY:
-            if every == 1 or every < len(model.blocks):
-                yield replace(plain, recompute=mode, recompute_every=every)  # type: ignore[arg-type]
+        for count in (*range(1, len(model.blocks) // axes["pp"]), 0):
+            yield replace(plain, recompute=mode, recompute_blocks=count)  # type: ignore[arg-type]
+
+
+def way(config: ParallelConfig) -> str:
+    """What a config keeps, for people: its recompute, and of how many blocks."""
+    return config.recompute + (f" of {config.recompute_blocks} blocks a stage" if config.recompute_blocks else "")
 
 
 def memory_of(config: ParallelConfig, device_type: str) -> float:

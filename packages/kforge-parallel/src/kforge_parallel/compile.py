@@ -3,7 +3,7 @@
 Only ``forward`` is compiled, so FSDP2's hooks stay outside of the graph and no parameter changes its name.
 
 Sizes are constants of a graph, which makes the fastest kernels, until one of them is another: rows of another length,
-a last batch with fewer of them, the longest document of packed rows. Then one more graph is made in which that size,
+a last batch with fewer of them. Then one more graph is made in which that size,
 and it alone, is a number (torch's automatic dynamic shapes), and it serves all further values of it. A graph for
 training and one for evaluation are two, and so is one for a single row. What one length has been trained with keeps its
 constants while only evaluations have others.

@@ -65,13 +65,16 @@ class ParallelConfig:
     """Modules that do not multiply in FP8: patterns of whole names, with * and ? (``fnmatch``)."""
     recompute: Literal["none", "full", "selective", "auto"] = "none"
     """Activations kept for backward: all of them (none), only each block's input (full), or its input and the outputs
-    of some operations (selective); the block runs again in backward for the rest. auto: the one of these, of every
-    first, second, third, fourth or eighth block, that is estimated to fit and computes the least again."""
+    of some operations (selective); the block runs again in backward for the rest. auto: the one of these, of as few
+    blocks, that is estimated to fit and computes the least again."""
     memory_gb: float = 0.0
     """Memory of a device in GB (10^9 bytes), of which recompute = auto fills up to 92 %. 0: what CUDA says that there
     is; on a CPU a number is wanted."""
     recompute_every: int = 1
     """Run the first of each so many blocks of a stage again in backward; the others keep all."""
+    recompute_blocks: int = 0
+    """Run so many blocks of each stage again in backward, spread evenly over it; the others keep all. 0: as
+    recompute_every says."""
     recompute_keep: tuple[str, ...] = ("products", "attention", "transfers", "routing")
     """What a selective recomputation keeps: products (of matrices), attention (its cores), transfers (between
     processes, of tp, ep and cp; not those of a ring), routing (which experts a token goes to), or operations as torch
@@ -119,6 +122,13 @@ class ParallelConfig:
         replica rounds away."""
         return self.fp8 == "none" and self.compress == "none"
 
+    def run_again(self, blocks: int) -> list[bool]:
+        """Which of so many blocks of a stage are run again in backward, where any is."""
+        count = min(self.recompute_blocks, blocks)
+        if self.recompute == "none":
+            return [False] * blocks
+        return [i * count % blocks < count if count else i % self.recompute_every == 0 for i in range(blocks)]
+
     def __post_init__(self) -> None:
         if isinstance(self.fp8, str) and self.fp8.lower() in ("mxfp8", "nvfp4"):
             raise ValueError(
@@ -161,6 +171,14 @@ class ParallelConfig:
             raise ValueError(
                 f"parallel.recompute_every = {self.recompute_every} cannot be with parallel.recompute = "
                 f"{self.recompute}; it must be at least 1, and 1 where nothing is run again, or auto chooses it"
+            )
+        if self.recompute_blocks and (
+            self.recompute_blocks < 0 or self.recompute in ("none", "auto") or self.recompute_every > 1
+        ):
+            raise ValueError(
+                f"parallel.recompute_blocks = {self.recompute_blocks} cannot be with parallel.recompute = "
+                f"{self.recompute} and recompute_every = {self.recompute_every}; it must not be negative, and 0 where "
+                "nothing is run again, where auto chooses it, and where recompute_every says how many"
             )
         if not 0 <= self.memory_gb < 1e6:
             raise ValueError(f"parallel.memory_gb = {self.memory_gb} must not be negative, and below 1e6")

@@ -127,9 +127,9 @@ def of_rank(model: Model, config: ParallelConfig, axes: dict[str, int], work: Wo
 
     at = places(rank, axes)["pp"]
     kinds = Counter(
-        (model.mixed[layer], config.recompute if i % config.recompute_every == 0 else "none")
+        (model.mixed[layer], config.recompute if again else "none")
         for stage in held.stages
-        for i, layer in enumerate(stage)
+        for layer, again in zip(stage, config.run_again(len(stage)), strict=True)
     )
     if held.last and model.sizes.mtp:  # blocks of further tokens, of which none is run again
         kinds[model.mixed[-1], "none"] += model.sizes.mtp

@@ -7,6 +7,7 @@ sends twice that.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kforge_parallel.axes import expert_shard, places
 from kforge_parallel.config import ParallelConfig
@@ -31,7 +32,7 @@ def sent_bytes(
     mixed = sum(model.mixed[layer] for layer in blocks)
     t = work.microbatch_rows * work.row_tokens // cp
     residual = t // tp if config.sequence_parallel else t
-    again = _again(config)
+    again = _again(config, held.stages)
 
     shards = 0.0
     keeps = keeps_gathered(config, pp)
@@ -67,12 +68,13 @@ def sent_bytes(
     }
 
 
-def _again(config: ParallelConfig) -> float:
+def _again(config: ParallelConfig, stages: Sequence[Sequence[int]]) -> float:
     """How often transfers inside of blocks are made again in backward, on average over blocks."""
     made_again = config.recompute == "full" or (
         config.recompute == "selective" and "transfers" not in config.recompute_keep
     )
-    return 1 / config.recompute_every if made_again else 0.0
+    again = [one for stage in stages for one in config.run_again(len(stage))]
+    return sum(again) / max(1, len(again)) if made_again else 0.0
 
 
 def block_flops(model: Model, mixed: bool, axes: dict[str, int], work: Work) -> tuple[float, float]:
@@ -100,7 +102,12 @@ def recomputed_flops(model: Model, held: Held, config: ParallelConfig, axes: dic
         return 0.0
     keep = config.recompute_keep if config.recompute == "selective" else ()
     total = 0.0
-    run_again = (layer for stage in held.stages for layer in stage[:: config.recompute_every])
+    run_again = (
+        layer
+        for stage in held.stages
+        for layer, again in zip(stage, config.run_again(len(stage)), strict=True)
+        if again
+    )
     for mixed, count in Counter(model.mixed[layer] for layer in run_again).items():
         products, attention = block_flops(model, mixed, axes, work)
         total += count * (products * ("products" not in keep) + attention * ("attention" not in keep))

@@ -10,7 +10,7 @@ import torch
 import kforge_model
 from kforge_model import model_shape
 from kforge_parallel import Estimate, Work, check_rank, choose_recompute, estimate_layout, parameters_of, resolve_axes
-from kforge_parallel.choice import memory_of
+from kforge_parallel.choice import memory_of, way
 from kforge_parallel.estimate import gb
 from kforge_parallel.work import OPTIMIZERS
 from kforge_train.config import JobConfig
@@ -65,6 +65,5 @@ def main(config: JobConfig, world_size: int, rank: int | None = None) -> str:
         return f"{told}\n\n{seen}\n"
     chosen = ""
     if config.parallel.recompute == "auto":
-        every = decided.parallel.recompute_every
-        chosen = f"recompute = {decided.parallel.recompute}{f' of one block in {every}' if every > 1 else ''}\n"
+        chosen = f"recompute = {way(decided.parallel)}\n"
     return f"{chosen}{told}\n"
