@@ -155,18 +155,19 @@ def rows_of(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
         )
     )
     with Loader(shards, workers=0, **{**options, "row_tokens": 64, "global_rows": 1000}) as loader:
-        for _ in range(20):
-            loader.next()
-        before = resident_bytes() / 1e6
-        for _ in range(180):
-            loader.next()
-        after = resident_bytes() / 1e6
-    rows.append(
-        _results.row(
-            "memory after 180,000 rows more", after, "MB", better="lower", target=before + 50, reference=before
-        )
-    )
-    return rows + tokenize_rows(folder, turns)
+        rows.append(memory_row("memory after 1,000,000 rows more", loader, steps=1000))
+    return rows + tokenize_rows(folder, turns) + streaming_rows(folder, tokens, turns)
+
+
+def memory_row(name: str, loader: Any, steps: int) -> dict[str, Any]:
+    """Resident memory of this process before and after some steps, when each kind of row has been seen."""
+    for _ in range(20):
+        loader.next()
+    before = resident_bytes() / 1e6
+    for _ in range(steps):
+        loader.next()
+    after = resident_bytes() / 1e6
+    return _results.row(name, after, "MB", better="lower", target=before + 50, reference=before)
 
 
 def usual_way(folder: Path, shards: Any, turns: int) -> list[dict[str, Any]]:
@@ -239,6 +240,61 @@ def tokenize_rows(folder: Path, turns: int) -> list[dict[str, Any]]:
     seconds = alternate({"ours": ours, "alone": alone}, turns)
     value = seconds["alone"][0] / seconds["ours"][0]
     return [_results.row("tokenize / encode_batch alone", value, "ratio", target=0.9)]
+
+
+def streaming_rows(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
+    """Text that is tokenized while it is read: in lanes, and by `datasets` and a DataLoader, each by two processes,
+    shuffled among 256 documents and laid into rows. And whether memory grows as it goes on."""
+    try:
+        import datasets
+    except ImportError:
+        return []
+    import json
+    import os
+
+    import torch
+
+    from kforge_data import DatasetStream, Loader, StreamedDocuments, stdlib_documents, train_tokenizer
+
+    texts: list[str] = []
+    for _, text in stdlib_documents():
+        if text and sum(map(len, texts)) < min(8e6, tokens):
+            texts += [text[at : at + 2000] for at in range(0, len(text), 2000)]
+    (folder / "stream").mkdir()
+    for file in range(4):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[file::4])
+        (folder / "stream" / f"{file}.jsonl").write_text(lines)
+    tokenizer = train_tokenizer(texts[:200], vocab_size=4096)
+    library, end = tokenizer._library(False), tokenizer.eos_id
+    options: dict[str, Any] = {"row_tokens": ROW, "global_rows": BATCH, "seed": 1}
+
+    def tokenized(batch: dict[str, Any]) -> dict[str, Any]:
+        encodings = library.encode_batch_fast(batch["text"], add_special_tokens=False)
+        flat = [token for one in encodings for token in [*one.ids, end]]
+        return {"ids": [flat[at : at + ROW + 1] for at in range(0, len(flat) - ROW, ROW)]}
+
+    def together(rows: list[dict[str, Any]]) -> Any:
+        return torch.tensor([row["ids"] for row in rows])
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for both: the processes are the parallelism
+    data = datasets.load_dataset(str(folder / "stream"), split="train", streaming=True)
+    data = data.shuffle(seed=1, buffer_size=256).map(tokenized, batched=True, batch_size=64, remove_columns="text")
+    usual = iter(torch.utils.data.DataLoader(data.repeat(None), BATCH, num_workers=2, collate_fn=together))
+    source = StreamedDocuments(DatasetStream(f"datasets://{folder}/stream"), tokenizer, lanes=4, block_documents=64)
+    steps = max(1, min(16, tokens // 2_000_000))
+    with Loader(source, workers=2, worker_kind="fork", **options) as loader:
+        parts = {
+            "usual": lambda: [next(usual) for _ in range(steps)],
+            "ours": lambda: [loader.next() for _ in range(steps)],
+        }
+        for part in parts.values():
+            part()
+        seconds = alternate(parts, turns)
+    value = seconds["usual"][0] / seconds["ours"][0]
+    rows = [_results.row("stream with 2 processes / datasets and DataLoader", value, "ratio", target=1.0)]
+    with Loader(source, workers=0, row_tokens=16, global_rows=1000, seed=1) as loader:
+        rows.append(memory_row("stream: memory after 100,000 rows more", loader, steps=100))
+    return rows
 
 
 def main() -> None:

@@ -128,6 +128,9 @@ def test_the_benchmark_of_data_runs(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = check_form(tmp_path / "data.json", "data")
     assert rows["best fit: fill"]["value"] > 0.97
+    for name in ("memory after 1,000,000 rows more", "stream: memory after 100,000 rows more"):
+        assert rows[name]["value"] < rows[name]["target"] == pytest.approx(rows[name]["reference"] + 50)
+    assert rows["stream with 2 processes / datasets and DataLoader"]["unit"] == "ratio"
     assert rows["best-fit rows"]["target"] == 100e6 and rows["cut rows / loop over tokens"]["value"] > 1
 
 

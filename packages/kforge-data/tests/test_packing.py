@@ -78,7 +78,7 @@ def test_it_equals_the_definition(case: tuple[list[tuple[list[int], list[int]]],
     assert plain.doc_ids is None and plain.cu_seqlens is None and plain.max_seqlen == length
 
 
-def test_an_example_by_hand() -> None:
+def test_c05_an_example_by_hand() -> None:
     #             A  A  A| B  B| C   look-ahead: C goes on
     packed = pack_rows(block_of([([5, 6, 0, 7, 0, 8, 9], [3, 5])], 6), cu_length=6)
     assert packed.labels.tolist() == [[6, 0, -100, 0, -100, 9]]

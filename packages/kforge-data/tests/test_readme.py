@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kforge_data import Mixture, TokenFiles, TokenShards
+from kforge_data import DatasetStream, Loader, Mixture, StreamedDocuments, TokenFiles, Tokenizer, TokenShards
 from kforge_data.cli import main
 
 README = Path(__file__).parent.parent / "README.md"
@@ -32,7 +32,7 @@ def test_the_readme_runs(tmp_path: Path, texts: list[str], monkeypatch: pytest.M
     for command in commands:
         arguments = shlex.split(command.replace("4096", "300"), comments=True)
         assert main(arguments) == 0, command
-    snippet, mixture = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    snippet, mixture, streamed = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(snippet.splitlines()) <= 15
     # In a process of its own, to which no other package of the house is there.
     others = ["model", "parallel", "optim", "ckpt", "resilience", "metrics", "train"]
@@ -49,6 +49,9 @@ def test_the_readme_runs(tmp_path: Path, texts: list[str], monkeypatch: pytest.M
     exec(compile(mixture, str(README), "exec"), made)
     shares = made["source"].shares(16)
     assert shares["web"] == pytest.approx(4 * shares["code"])
+    made = {each.__name__: each for each in (DatasetStream, StreamedDocuments, Tokenizer, Loader)}
+    exec(compile(streamed, str(README), "exec"), made)
+    assert (made["batch"]["row_ids"] % 64 % 2 == 0).all() and made["batch"]["input_ids"].shape == (16, 512)
 
 
 def test_the_files_are_named_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
