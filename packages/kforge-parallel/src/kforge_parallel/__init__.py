@@ -13,6 +13,7 @@ from kforge_parallel._version import __version__
 if TYPE_CHECKING:
     from kforge_parallel.activation import recompute_blocks as recompute_blocks
     from kforge_parallel.axes import resolve_axes as resolve_axes
+    from kforge_parallel.build import check_model as check_model
     from kforge_parallel.build import parallelize as parallelize
     from kforge_parallel.causal_lm import CausalLM as CausalLM
     from kforge_parallel.choice import choose_recompute as choose_recompute
@@ -79,6 +80,7 @@ _HOME = {
     "World": "world",
     "check_layout": "layout",
     "check_rank": "fake",
+    "check_model": "build",
     "check_replicas": "replicas",
     "choose_device": "world",
     "choose_recompute": "choice",

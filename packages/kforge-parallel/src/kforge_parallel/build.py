@@ -25,8 +25,8 @@ from kforge_parallel.choice import choose_recompute, memory_of, way
 from kforge_parallel.compile import compile_blocks
 from kforge_parallel.compress import Compression
 from kforge_parallel.config import ParallelConfig
-from kforge_parallel.context import spread_attention
-from kforge_parallel.expert import find_mixtures, has_experts, spread_experts
+from kforge_parallel.context import check_attention, spread_attention
+from kforge_parallel.expert import check_experts, find_mixtures, has_experts, spread_experts
 from kforge_parallel.fp8 import check_device, described, multiply_in_fp8
 from kforge_parallel.fp8_gather import gather_in_fp8
 from kforge_parallel.fp8_kept import keep_in_fp8
@@ -34,12 +34,12 @@ from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.hugging_face import check_heads, tensor_plan
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.offload import offload_blocks
-from kforge_parallel.pipeline import cut, find_twins, stages_of, take_own
+from kforge_parallel.pipeline import check_stages, cut, find_twins, stages_of, take_own
 from kforge_parallel.plan import Resolved, resolve_plan
 from kforge_parallel.precision import precision_of
 from kforge_parallel.replicas import check_replicas
 from kforge_parallel.shape import parameters_of
-from kforge_parallel.stages import SCHEDULES
+from kforge_parallel.stages import SCHEDULES, split_layers
 from kforge_parallel.sums import sum_gradients
 from kforge_parallel.tensor import apply_plan
 from kforge_parallel.work import Work
@@ -102,7 +102,7 @@ def parallelize(
         model.to(device=mesh.device)
     _tie(model, tied)
     check("conversion")
-    words = _resolve(model, mesh, config, plan) if mesh.tp_size > 1 else None
+    words = _resolve(model, mesh.tp_size, config, plan) if mesh.tp_size > 1 else None
     whole, mixed = model, has_experts(model)
     parts, roots = [model], [model]
     if mesh.pp_size > 1:
@@ -207,6 +207,23 @@ def _choose_recompute(
     return config
 
 
+def check_model(model: nn.Module, config: ParallelConfig, axes: Mapping[str, int]) -> None:
+    """Raise ValueError for what `parallelize` would refuse of a model because of what it is: a model without stages, a
+    plan, attention cores or experts, where ``axes`` (of `check_layout`) ask for them. The model may be on meta and is
+    not changed; there need be no process group."""
+    blocks = find_blocks(model)
+    if axes["pp"] > 1:
+        check_stages(model, axes["pp"])
+        split_layers(config, axes["pp"], len(blocks))
+        model.stage(first=True, layers=range(len(blocks)), last=True)  # type: ignore[operator]
+    if axes["tp"] > 1:
+        _resolve(model, axes["tp"], config, None)
+    if axes["cp"] > 1:
+        check_attention(model, blocks, axes["cp"], config.cp_style)
+    if config.ep > 1:
+        check_experts(model, config.ep, axes["tp"])
+
+
 def keeps_gathered(config: ParallelConfig, mesh: Mesh) -> bool:
     """Whether no unit may be freed between forward and backward. A schedule that computes the gradients of weights
     apart looks them up among the parameters, and finds shards where FSDP has freed what it gathered: their gradients
@@ -286,7 +303,7 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
     return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
 
 
-def _resolve(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Mapping[str, str] | None) -> Resolved:
+def _resolve(model: nn.Module, tp: int, config: ParallelConfig, plan: Mapping[str, str] | None) -> Resolved:
     """The plan given, or the model's own, laid over the model."""
     if plan is None:
         plan = getattr(model, "plan", None)
@@ -295,13 +312,13 @@ def _resolve(model: nn.Module, mesh: Mesh, config: ParallelConfig, plan: Mapping
         if config.sequence_parallel:
             raise ValueError(
                 f"{type(model).__name__} is cut by its Hugging Face plan, under which every rank of tp = "
-                f"{mesh.tp_size} has whole rows; set parallel.sequence_parallel to false"
+                f"{tp} has whole rows; set parallel.sequence_parallel to false"
             )
-        check_heads(model, mesh.tp_size)
+        check_heads(model, tp)
     if plan is None:
         raise ValueError(
-            f"tp = {mesh.tp_size} needs to know how to cut {type(model).__name__}: give the class an attribute `plan`, "
-            "or pass plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …}"
+            f"parallel.tp = {tp} needs to know how to cut {type(model).__name__}: give the class an attribute `plan`, "
+            "or pass plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …}, or set parallel.tp to 1"
         )
     return resolve_plan(model, plan)
 

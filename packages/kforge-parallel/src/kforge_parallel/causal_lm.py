@@ -75,6 +75,7 @@ class CausalLM(nn.Module):
     def shape(self) -> dict[str, int | bool]:
         """Sizes, as `check_layout` takes them."""
         config = self.config
+        experts = [module.num_experts for module in find_called(self.hf).values()]
         sizes = {
             "vocab_size": config.vocab_size,
             "dim": config.hidden_size,
@@ -83,7 +84,8 @@ class CausalLM(nn.Module):
             "n_kv_heads": getattr(config, "num_key_value_heads", None),
             "max_seq_len": config.max_position_embeddings,
             "tie_embeddings": config.tie_word_embeddings,
-            "n_experts": next((module.num_experts for module in find_called(self.hf).values()), None),
+            "n_experts": experts[0] if experts else None,
+            "experts_sum": True if experts else None,
         }
         return {name: size for name, size in sizes.items() if size is not None}
 

@@ -297,17 +297,24 @@ CORES: dict[str, type[ContextCore]] = {"allgather": AllGatherCore, "ulysses": Ul
 
 def spread_attention(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, style: str) -> None:
     """Put a core of the style in the place of every attention core of a model. In place; names of parameters do not
-    change. Raises ValueError for a block without one, and for a core that the style cannot take the place of."""
+    change. Raises ValueError as `check_attention`."""
+    check_attention(model, blocks, group.size(), style)
+    for module in _attention(model).values():
+        module.core = CORES[style](module.core, group)  # type: ignore[arg-type]
+
+
+def check_attention(model: nn.Module, blocks: list[nn.Module], cp: int, style: str) -> None:
+    """Raise ValueError for a block without an attention core, and for a core that the style cannot take the place
+    of."""
     for at, block in enumerate(blocks):
         if not _attention(block):
             raise ValueError(
-                f"parallel.cp = {group.size()}, but block {at} of {type(model).__name__} ({type(block).__name__}) has "
+                f"parallel.cp = {cp}, but block {at} of {type(model).__name__} ({type(block).__name__}) has "
                 "no attention core (a child called `core`): what it computes along a row would see a part of it. Give "
                 "its attention one, or set parallel.cp to 1"
             )
     for name, module in _attention(model).items():
         core = module.core
-        assert isinstance(core, nn.Module)
         why = hindrance(style, softcap=bool(getattr(core, "softcap", 0)), sinks=bool(getattr(core, "has_sinks", False)))
         if why is None and style != "ulysses" and not (hasattr(core, "scale") and hasattr(core, "window")):
             why = (
@@ -315,8 +322,7 @@ def spread_attention(model: nn.Module, blocks: list[nn.Module], group: dist.Proc
                 "is the plain softmax attention of these, or set parallel.cp_style to ulysses, which calls it"
             )
         if why is not None:
-            raise ValueError(f"{name}.core cannot be spread over parallel.cp = {group.size()}: {why}")
-        module.core = CORES[style](core, group)
+            raise ValueError(f"{name}.core cannot be spread over parallel.cp = {cp}: {why}")
 
 
 def _attention(model: nn.Module) -> dict[str, nn.Module]:

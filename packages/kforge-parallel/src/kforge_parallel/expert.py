@@ -223,16 +223,25 @@ def has_experts(model: nn.Module) -> bool:
     return bool(find_mixtures(model) or find_called(model))
 
 
+def check_experts(model: nn.Module, ep: int, tp: int) -> None:
+    """Raise ValueError for a model that has no experts to be dealt out, or that cannot have them so under ``tp``."""
+    if not has_experts(model):
+        raise ValueError(
+            f"parallel.ep = {ep}, but {type(model).__name__} has no experts: no module of it has children "
+            "`exchange` and `experts`; set parallel.ep to 1"
+        )
+    if tp > 1 and not find_mixtures(model):
+        raise ValueError(
+            f"parallel.ep = {ep} with parallel.tp = {tp}: all tensor-parallel ranks of a Hugging Face model have whole "
+            "rows and would send each token several times; set tp to 1, or ep to 1 (its plan then deals whole experts "
+            "out over tp)"
+        )
+
+
 def spread_called(experts: dict[str, nn.Module], mesh: Mesh) -> list[nn.Module]:
     """Deal out experts as `find_called` finds them over the ep ranks of ``mesh``. In place; returns their modules."""
     assert mesh.expert_mesh is not None
     ep = mesh.expert_mesh["ep"]
-    if mesh.tp_size > 1:
-        raise ValueError(
-            f"parallel.ep = {ep.size()} with parallel.tp = {mesh.tp_size}: all tensor-parallel ranks of a Hugging Face "
-            "model have whole rows and would send each token several times; set tp to 1, or ep to 1 (its plan then "
-            "deals whole experts out over tp)"
-        )
     for name, module in experts.items():
         exchange = AllToAllExchange(ep.get_group(), _deal_out(name, module, ep))
         vars(module)["num_experts"] = exchange.n_experts // ep.size()
@@ -266,13 +275,9 @@ def spread_experts(model: nn.Module, mesh: Mesh, words: Mapping[str, str]) -> li
         return []
     rows = [*row, mesh.tp.get_group()] if mesh.tp_size > 1 else row
     ep = mesh.expert_mesh["ep"]
-    if not mixtures and (called := find_called(model)):
-        return spread_called(called, mesh)
+    check_experts(model, ep.size(), mesh.tp_size)
     if not mixtures:
-        raise ValueError(
-            f"parallel.ep = {ep.size()}, but {type(model).__name__} has no experts: no module of it has children "
-            "`exchange` and `experts`; set parallel.ep to 1"
-        )
+        return spread_called(find_called(model), mesh)
     dealt = []
     for name, mixture in mixtures.items():
         experts = mixture.experts

@@ -39,6 +39,7 @@ _SHAPE_KEYS = (
     "parameters",
     "block_parameters",
     "n_experts",
+    "experts_sum",
     "softcap",
     "sinks",
     "mtp_depth",
@@ -72,9 +73,10 @@ def check_layout(
     """Sizes of all axes, as `resolve_axes` gives them, for a layout that can be trained.
 
     shape: sizes of the model. n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers, n_experts, and softcap, sinks and
-        mtp_depth, which are 0 or false where the model has none, are checked where they are there; dim, head_dim,
-        max_seq_len, tie_embeddings, parameters, block_parameters and what estimates ask for (`ModelShape`) may be there
-        too. Any other key is refused: a misspelt one would leave its size unchecked. None: the model is not looked at.
+        mtp_depth, which are 0 or false where the model has none, are checked where they are there; experts_sum says
+        that tp cuts experts by that word of the plan. dim, head_dim, max_seq_len, tie_embeddings, parameters,
+        block_parameters and what estimates ask for (`ModelShape`) may be there too. Any other key is refused: a
+        misspelt one would leave its size unchecked. None: the model is not looked at.
     row_tokens: tokens of a row, checked where ranks hold parts of rows.
     microbatches: of each data rank in a step, checked where the schedule of a pipeline asks for a number.
 
@@ -98,7 +100,8 @@ def check_layout(
         _check_shape(axes, shape)
         if axes["pp"] > 1 and "n_layers" in shape:
             split_layers(config, axes["pp"], shape["n_layers"])
-        if shape.get("n_experts") and axes["tp"] > 1 and not config.sequence_parallel:
+        sent = shape.get("n_experts") and not shape.get("experts_sum")
+        if sent and axes["tp"] > 1 and not config.sequence_parallel:
             raise ValueError(
                 f"parallel.sequence_parallel = false cannot be with parallel.tp = {axes['tp']} and experts "
                 f"(model.n_experts = {shape['n_experts']}): every tensor-parallel rank would send the whole row to "

@@ -87,12 +87,7 @@ def cut(model: nn.Module, mesh: Mesh, config: ParallelConfig, block_list: str | 
 
     Raises ValueError for a model that cannot be cut, or not so.
     """
-    take = getattr(model, "stage", None)
-    if take is None:
-        raise ValueError(
-            f"pp = {mesh.pp_size} needs to know how to cut {type(model).__name__}: give the class a method "
-            "stage(first, layers, last) that returns the part of it with these blocks"
-        )
+    check_stages(model, mesh.pp_size)
     stages = mesh.pp_size * stages_per_rank(config)
     costs, last = stage_costs(model, block_list)
     layers = split_layers(config, mesh.pp_size, len(costs), costs, last)
@@ -126,6 +121,15 @@ def cut(model: nn.Module, mesh: Mesh, config: ParallelConfig, block_list: str | 
         {name: (numbers[0], numbers[1]) for name, numbers in shared.items()},
     )
     return mine
+
+
+def check_stages(model: nn.Module, pp: int) -> None:
+    """Raise ValueError for a model that cannot be cut into stages."""
+    if not hasattr(model, "stage"):
+        raise ValueError(
+            f"parallel.pp = {pp} needs to know how to cut {type(model).__name__}: give the class a method "
+            "stage(first, layers, last) that returns the part of it with these blocks, or set parallel.pp to 1"
+        )
 
 
 def stage_costs(model: nn.Module, block_list: str | None = None) -> tuple[list[float], float]:

@@ -40,7 +40,17 @@ from kforge_metrics import ConsoleSink, JsonlSink, Tracker, close_logger, get_lo
 from kforge_model import check_parts, flops_per_token, model_shape
 from kforge_optim import Group, LossScaler, Optimizer, build_optimizer
 from kforge_optim.optimizer import Storage
-from kforge_parallel import Mesh, check_layout, find_world, launch, parallelize, phase, precision_of, shutdown
+from kforge_parallel import (
+    Mesh,
+    check_layout,
+    check_model,
+    find_world,
+    launch,
+    parallelize,
+    phase,
+    precision_of,
+    shutdown,
+)
 from kforge_resilience import Guard, ResilienceConfig, StopRequest
 from kforge_train._torch import default_compile_cache
 from kforge_train.agree import check_agreement
@@ -87,9 +97,19 @@ def check(config: JobConfig, world_size: int) -> None:
     check_parts(config.model)
     if config.train.deterministic:
         check_deterministic(os.environ)
+    with torch.device("meta"):
+        model = kforge_model.build_model(config.model)
+    own = config.model.kind != "transformer"
+    shape = getattr(model, "shape", None) if own else model_shape(config.model)
     for _, row_tokens in config.data.row_lengths():
-        axes = check_layout(config.parallel, world_size, model_shape(config.model), row_tokens)
-    groups_of(config)  # knows the names, whether lengths fit, and what rules fit
+        axes = check_layout(config.parallel, world_size, shape, row_tokens)
+    check_model(model, config.parallel, axes)
+    if config.parallel.storage == "split" and not hasattr(model, "init_value_"):
+        raise ConfigError(
+            f"parallel.storage = split starts from fp32 values by name, and {type(model).__name__} (model.kind = "
+            f"{config.model.kind!r}) has no method init_value_(name, tensor, seed); set parallel.storage to fp32"
+        )
+    _optimizer(config, model, "fp32")  # knows the names, whether lengths fit, and what rules fit
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
     if not data.train and not data.mixture:
@@ -166,13 +186,22 @@ def check(config: JobConfig, world_size: int) -> None:
 
 
 def build_model(config: JobConfig, mesh: Mesh) -> nn.Module:
-    """The model of a job, spread over ``mesh``, with its initial values."""
+    """The model of a job, spread over ``mesh``, with its initial values: those of ``init_weights(seed)``, or, of a
+    model without that method, those that it is built with on the CPU under the seed."""
     seed = config.train.seed
+    with torch.device("meta"):
+        fills = config.model.kind == "transformer" or hasattr(kforge_model.build_model(config.model), "init_weights")
+
+    def built() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return kforge_model.build_model(config.model)
+
     return parallelize(
-        lambda: kforge_model.build_model(config.model),
+        built,
         mesh,
         config.parallel,
-        init=lambda model: model.init_weights(seed),  # type: ignore[operator]
+        init=(lambda model: model.init_weights(seed)) if fills else None,  # type: ignore[operator]
         gradients="sum",
         cast_inputs=False,
         work=work_of(config, mesh.size),
