@@ -55,6 +55,7 @@ def test_a_hugging_face_job_in_stages_over_experts_and_parts_of_rows(tokens, tmp
         ("own-mixer", {"parallel__cp": 2}, "parallel.cp = 2, but block 0 of Model .Mixer. has no attention core"),
         ("own-mixer", {"parallel__ep": 2}, "parallel.ep = 2, but Model has no experts"),
         ("own-mixer", {"parallel__precision": "bf16", "parallel__storage": "split"}, "no method init_value_"),
+        ("own-mixer", {"parallel__recompute": "auto"}, "cannot be estimated: sizes are known of the Transformer only"),
         ("hf-qwen3", {"parallel__tp": 2}, "has whole rows; set parallel.sequence_parallel to false"),
         ("hf-qwen3", {**TP, "model__n_kv_heads": 1}, "num_key_value_heads = 1, which parallel.tp = 2 does not divide"),
         ("hf-qwen3-moe", {**TP, "parallel__ep": 2}, "set tp to 1, or ep to 1"),

@@ -37,8 +37,13 @@ def work_of(config: JobConfig, world_size: int) -> Work:
 def estimate_job(config: JobConfig, world_size: int) -> tuple[JobConfig, Estimate]:
     """The estimate of the rank that needs the most, and the job with recompute decided where it is auto.
 
-    Raises ValueError as `choose_recompute` and `check_layout`.
+    Raises ValueError as `choose_recompute` and `check_layout`, and for a model that is not kforge's own.
     """
+    if config.model.kind != "transformer":
+        raise ValueError(
+            f"what a step of model.kind = {config.model.kind!r} needs cannot be estimated: sizes are known of the "
+            "Transformer only; under parallel.recompute = auto, set it to none or full"
+        )
     shape, work, parallel = model_shape(config.model), work_of(config, world_size), config.parallel
     with torch.device("meta"):
         listed = parameters_of(kforge_model.build_model(config.model))

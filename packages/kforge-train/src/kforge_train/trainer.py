@@ -233,7 +233,8 @@ class Trainer:
             job.log.info("the losses depend on how the batch is spread: model.expert_capacity, or balance_over = batch")
         if not self.config.parallel.layout_exact:
             job.log.info("the losses depend a little on how the batch is spread: parallel.fp8, or parallel.compress")
-        job.log.info("memory of a rank, estimated: %s", in_one_line(estimate_job(self.config, job.mesh.size)[1]))
+        if self.config.model.kind == "transformer":
+            job.log.info("memory of a rank, estimated: %s", in_one_line(estimate_job(self.config, job.mesh.size)[1]))
         for what, how in precision_table(self.config.parallel, job.mesh.size).items():
             job.log.info("%s: %s", what, how)
 
