@@ -117,6 +117,42 @@ def test_fp8_in_stages_agrees_with_one_process(tokens, tmp_path, schedule):
     assert len(one) == 3 and stages == pytest.approx(one, rel=1e-3)
 
 
+def stages_in_8_bits(rank, world, config, gathered):
+    """How many weights of this rank travel in 8 bits, after training."""
+    import kforge_parallel.build as parallel
+
+    counts = []
+    gather = parallel.gather_in_fp8
+
+    def noted(root, mesh):
+        if gathered:
+            gather(root, mesh)
+            counts.append(len(vars(root)["fp8_weights"].parts))
+
+    parallel.gather_in_fp8 = noted
+    assert train(rank, world, config) == 0
+    return sum(counts)
+
+
+def test_weights_of_stages_travel_in_8_bits(tokens, tmp_path):
+    """In float64 a part has the bits of the whole under its scale: losses are the same, wherever weights are cast."""
+    changes = {"parallel__fp8": "tensorwise", "data__microbatch_rows": 2, "model__dim": 32, "model__vocab_size": 64}
+    changes |= {
+        "model__n_layers": 4,
+        "train__steps": 4,
+        "parallel__pp": 2,
+        "parallel__dp_shard": 2,
+        "data__global_rows": 16,
+    }
+    found = []
+    for gathered in (False, True):
+        config = job(tokens, tmp_path / str(gathered), **changes, parallel__pp_schedule="interleaved_1f1b")
+        counts = run_ranks(stages_in_8_bits, 4, config, gathered, init=False)
+        assert all(count > 0 for count in counts) == gathered
+        found.append((values(tmp_path / str(gathered), "loss"), values(tmp_path / str(gathered), "loss", "eval")))
+    assert found[0] == found[1] and len(found[0][0]) == 4
+
+
 def test_the_loss_is_that_of_an_independent_mean(tokens, tmp_path):
     """The first logged loss is the mean over scored tokens of the whole batch, whatever the microbatches."""
     config = job(tokens, tmp_path / "run", data__microbatch_rows=2)

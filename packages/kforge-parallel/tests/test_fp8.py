@@ -4,6 +4,7 @@ import functools
 import math
 from typing import ClassVar
 
+import mixture
 import pytest
 import torch
 from torch import nn
@@ -363,6 +364,16 @@ def test_block_formats_are_refused(word):
 def too_small(rank, world):
     config = kp.ParallelConfig(fp8="rowwise", device="cpu")
     kp.parallelize(lambda: nn.Linear(8, 8), kp.launch(config), config)
+
+
+def experts(rank, world):
+    config = kp.ParallelConfig(fp8="rowwise", device="cpu")
+    kp.parallelize(mixture.Model, kp.launch(config), config, init=mixture.fill)
+
+
+def test_experts_are_listed():
+    with pytest.raises(RankFailure, match=r"layers\.\*\.moe\.experts \(\d\): experts stay in the compute dtype"):
+        run_ranks(experts, 1)
 
 
 def test_a_model_in_which_nothing_fits_and_an_old_device_are_refused(monkeypatch):

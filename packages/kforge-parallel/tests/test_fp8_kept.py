@@ -9,11 +9,11 @@ from kforge_parallel import fp8
 from kforge_parallel.fp8_kept import KeptWeights
 
 
-@pytest.fixture
-def model():
+@pytest.fixture(params=["tensorwise", "rowwise"])
+def model(request):
     mesh = kp.launch(kp.ParallelConfig(device="cpu"), env={})
     options = {"precision": "bf16", "storage": "split", "gradients": "sum"}
-    yield kp.parallelize(lambda: Toy(dim=32), mesh, init=fill, fp8="tensorwise", **options)
+    yield kp.parallelize(lambda: Toy(dim=32), mesh, init=fill, fp8=request.param, **options)
     kp.shutdown()
 
 
@@ -28,11 +28,15 @@ def test_the_bits_are_those_of_a_cast_in_each_product(model, monkeypatch):
     kept = run(model)
     linears = [block.linear for block in model.layers.values()]
     for linear in linears:
-        bits, unit = fp8.quantize(linear.weight.detach(), fp8.E4M3)
-        assert torch.equal(linear.fp8_bits.view(torch.uint8), bits.view(torch.uint8)) and linear.fp8_unit == unit
+        names = fp8.KEPT[linear.fp8]
+        for i, dim in enumerate([None] if linear.fp8 == "tensorwise" else [1, 0]):
+            bits, unit = fp8.quantize(linear.weight.detach(), fp8.E4M3, dim)
+            mine, own = (getattr(linear, name) for name in names[2 * i : 2 * i + 2])
+            assert torch.equal(mine.view(torch.uint8), bits.view(torch.uint8)) and torch.equal(own, unit)
     monkeypatch.setattr(KeptWeights, "cast", lambda self: None)
     for linear in linears:
-        del linear.fp8_bits, linear.fp8_unit
+        for name in fp8.KEPT[linear.fp8]:
+            delattr(linear, name)
     assert all(torch.equal(mine, expected) for mine, expected in zip(kept, run(model), strict=True))
 
 

@@ -168,10 +168,11 @@ def parallelize(
         keep_in_fp8(model)
         if cast_inputs:
             model.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
-    # What is offloaded is copied before it is gathered, and some schedules of pipelines gather before any forward could
-    # take scales: there weights travel as they are, and are cast after.
-    if wrapped and not config.cpu_offload and mesh.pp_size == 1:
-        gather_in_fp8(model, mesh)
+    # What is offloaded is copied before it is gathered, and a schedule that computes the gradients of weights apart
+    # looks for the weights that it was given: there they travel as they are, and are cast after.
+    if wrapped and not config.cpu_offload and not keeps_gathered(config, mesh):
+        for root in roots if mesh.pp_size > 1 else [model]:
+            gather_in_fp8(root, mesh)
     check_replicas(model)
     if compression is not None and dist.get_rank() == 0:
         _log.info(
@@ -243,6 +244,8 @@ def _to_fp8(part: nn.Module, config: ParallelConfig, mesh: Mesh, words: Resolved
         )
     named = {} if words is None else words.parameters
     reasons = multiply_in_fp8(part, config.fp8, config.fp8_skip, named, mesh.tp_size)
+    for name in find_mixtures(part):
+        reasons.setdefault(f"{name}.experts".lstrip("."), "experts stay in the compute dtype")
     if not any(not reason for reason in reasons.values()) and mesh.pp_size == 1:
         raise ValueError(
             f"parallel.fp8 = {config.fp8}, but no module would multiply in it: {described(reasons)}; set it to "

@@ -192,30 +192,49 @@ class Tensorwise(torch.autograd.Function):
 
 
 class Rowwise(torch.autograd.Function):
-    """x [..., K], weight [..., K] of N rows in all -> y [..., N]; y and dx in FP8, the gradient of the weight not."""
+    """x [..., K], weight [..., K] of N rows in all -> y [..., N]; y and dx in FP8, the gradient of the weight not.
+    bits, unit: those of the weight [N,K] with a scale a row, and ``columns`` with a scale a column, where they are kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bits: Tensor | None = None,
+        unit: Tensor | None = None,
+        columns: Tensor | None = None,
+        columns_unit: Tensor | None = None,
+    ) -> Tensor:
         x8, x_unit = quantize(x.flatten(0, -2), E4M3, dim=1)
-        w8, w_unit = quantize(weight.flatten(0, -2), E4M3, dim=1)
-        ctx.save_for_backward(x, weight)
+        if bits is not None and unit is not None:
+            w8, w_unit = bits, unit
+        else:
+            w8, w_unit = quantize(weight.flatten(0, -2), E4M3, dim=1)
+        ctx.save_for_backward(x, weight, columns, columns_unit)
         return product(x8, x_unit, w8.t(), w_unit.t(), x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, w8, w_unit = ctx.saved_tensors
         g = gradients[0].flatten(0, -2)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             g8, g_unit = quantize(g, E4M3, dim=1)
-            w8, w_unit = quantize(weight.flatten(0, -2), E4M3, dim=0)
+            if w8 is None:
+                w8, w_unit = quantize(weight.flatten(0, -2), E4M3, dim=0)
             dx = product(g8, g_unit, w8, w_unit, x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             dw = (g.t() @ x.flatten(0, -2)).to(weight.dtype).view(weight.shape)
-        return dx, dw
+        return dx, dw, None, None, None, None
 
 
 PRODUCTS: dict[str, type[torch.autograd.Function]] = {"tensorwise": Tensorwise, "rowwise": Rowwise}
+KEPT = {
+    "tensorwise": ("fp8_bits", "fp8_unit"),
+    "rowwise": ("fp8_bits", "fp8_unit", "fp8_columns", "fp8_columns_unit"),
+}
+"""Attributes of a module whose weight is kept in 8 bits, in the order in which its product takes them."""
 
 
 # ------------------------------------------------------------------------------------------------------------ modules
@@ -271,7 +290,7 @@ def _reason(name: str, weight: Tensor, skip: tuple[str, ...], word: str, tp: int
 
 def _forward(module: Any, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
-    kept = (module.fp8_bits, module.fp8_unit) if hasattr(module, "fp8_bits") else ()
+    kept = tuple(getattr(module, name) for name in KEPT[module.fp8]) if hasattr(module, "fp8_bits") else ()
     y: Tensor = PRODUCTS[module.fp8].apply(x, weight, *kept)  # type: ignore[no-untyped-call]
     if bias is not None:
         y = y + bias.flatten().to(y.dtype)

@@ -1,7 +1,7 @@
 """Weights that travel in 8 bits: each rank casts its part, and FSDP2 gathers what `Tensorwise` multiplies.
 
 A rank can only cast its part if it knows the scale of the whole weight. So the largest values of all weights are
-brought together in one all-reduce, before the first forward after a step of the optimizer:
+brought together in one all-reduce, before the first forward after a step of the optimizer, or before a pipeline runs:
 
     optimizer step -> max |W| of each part -> all-reduce (max) over the ranks that hold parts -> scales
     every gather:  part -> 8 bits -> all-gather -> `Fp8Weight` of the whole
@@ -49,6 +49,12 @@ class Weights:
         if self._changed:
             self.take_scales()
         self._changed = self.last
+
+    def begin(self) -> None:
+        """Take new scales now, and none in the forwards until this is called again: of a pipeline, whose schedule may
+        gather before any forward."""
+        self.take_scales()
+        self._changed = self.last = False
 
     @torch.no_grad()
     def take_scales(self) -> None:

@@ -256,6 +256,8 @@ class Pipeline:
             raise ValueError(f"shapes = {list(shapes)} must be of one microbatch or more, and alike but for the rows")
         refresh_twins(self.model)
         for stage in self.stages.calls:
+            if (weights := vars(stage).get("fp8_weights")) is not None:
+                weights.begin()
             stage.call, stage.rows = call, [shape[0] for shape in shapes]
             stage.train(self.model.training)  # which does not reach what is no child of the model
         try:
