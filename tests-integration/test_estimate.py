@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kforge_model import ModelConfig, Transformer, model_shape
 from kforge_parallel import ParallelConfig, Work, decoder_parameters, estimate_layout, parameters_of
@@ -31,6 +33,25 @@ def is_gathered(parameter):
     """Whether FSDP has put the whole, or the whole of this rank's part under tp and ep, in the place of the shard."""
     names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", ())
     return not {*names} & {"dp_shard", "expert_shard"}
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank sends, as rings do: by all-gathers and reductions of B bytes B (n - 1) / n, by sums twice
+    that; to others what is not for itself. Numbers that say how much will come are not counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        group = next((a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None)
+        if func.namespace == "c10d" and group is not None:
+            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+            size = max(t.nbytes for t in tensors if t.numel()) if any(t.numel() for t in tensors) else 0
+            n, name = dist.ProcessGroup.unbox(group).size(), func.name().removeprefix("c10d::")
+            share = {"allreduce_": 2 * (n - 1) / n, "send": 1.0, "recv_": 0.0}.get(name, (n - 1) / n)
+            self.total += size * share * all(t.is_floating_point() for t in tensors)
+        return func(*args, **(kwargs or {}))
 
 
 def counted(rank, world, model, parallel, optim):
@@ -93,7 +114,8 @@ def counted(rank, world, model, parallel, optim):
                 "doc_ids": torch.arange(ROWS)[:, None].expand(ROWS, ROW),
             }
         )
-    engine.forward_backward(window, torch.ones((), dtype=torch.float64) / 100)
+    with Sent() as sent:
+        engine.forward_backward(window, torch.ones((), dtype=torch.float64) / 100)
     gradients = sum(tensor_bytes(p.grad) for p in spread.parameters() if p.grad is not None)
     optimizer.init_state()
     state = optimizer.state_dict()["state"]
@@ -103,6 +125,7 @@ def counted(rank, world, model, parallel, optim):
         "moments": sum(tensor_bytes(t) for kinds in state.values() for t in kinds.values()),
         "block": sum(size for size, _ in saved.values()),
         "gathered": max(gathered, default=0),
+        "sent": sent.total,
     }
     shutdown()
     return found
@@ -126,7 +149,7 @@ LAYOUTS = {
     "tp-without-sp": (DENSE, {"tp": 4, "sequence_parallel": False, "precision": "fp32"}, {"name": "lion"}),
     "cp-muon": (TIED, {"cp": 2, "dp_shard": 2}, {"name": "muon", "muon_variance_beta": 0.95}),
     "ulysses-stochastic": (DENSE, {"cp": 2, "dp_shard": 2, "cp_style": "ulysses", "storage": "stochastic"}, {}),
-    "stages": (TIED, {"pp": 2, "dp_shard": 2}, {"name": "schedule_free", "schedule": "constant"}),
+    "stages": (TIED, {"pp": 2, "dp_shard": 2, "pp_split": "cost"}, {"name": "schedule_free", "schedule": "constant"}),
     "stages-of-a-v": (TIED, {"pp": 2, "dp_shard": 2, "pp_schedule": "zbv"}, {}),
     "experts": (MOE, {"dp_shard": 4, "ep": 2}, {}),
     "experts-tp": (MOE, {"tp": 2, "dp_shard": 2, "ep": 4, "storage": "split"}, {"moments": "bf16"}),
@@ -149,6 +172,7 @@ def test_bytes_of_every_rank_are_those_that_are_there(name):
             assert getattr(told, part) == found[part], (part, rank)
         if not model.get("n_experts"):  # of experts, tokens are where they are wanted, and not evenly
             assert told.block_kept == pytest.approx(found["block"], rel=0.1), rank
+        assert sum(told.sent.values()) == pytest.approx(found["sent"], rel=0.1), rank
         if parallel.get("reshard_after_forward") is False:
             assert told.gathered == found["gathered"]
 
@@ -206,3 +230,53 @@ def test_sizes_alone_tell_the_parameters_of_a_decoder(more):
 def test_a_model_that_sizes_do_not_tell_of_is_refused():
     with pytest.raises(ValueError, match="parameters=parameters_of"):
         decoder_parameters(model_shape(ModelConfig(**DENSE, qkv_bias=True)))
+
+
+RUNS = {
+    "plain": {},
+    "compiled": {"compile": True},
+    "compiled-full": {"compile": True, "recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "split": {"compile": True, "storage": "split"},
+    "every-second": {"compile": True, "recompute": "full", "recompute_every": 2},
+    "fp8": {"compile": True, "fp8": "tensorwise"},
+}
+
+
+def peak_of(rank, world, parallel):
+    """The most that a device has held in three steps of two microbatches."""
+    from kforge_optim import OptimConfig
+    from kforge_parallel import launch, set_last_microbatch, shutdown
+    from kforge_train import JobConfig
+    from kforge_train.build import build_job_optimizer, build_model
+
+    torch.set_float32_matmul_precision("high")
+    config = JobConfig(model=ON_A_GPU, parallel=ParallelConfig(**parallel), optim=OptimConfig())
+    mesh = launch(config.parallel)
+    model = build_model(config, mesh)
+    optimizer = build_job_optimizer(config, model)
+    optimizer.init_state()
+    ids = torch.randint(ON_A_GPU.vocab_size, (4, 2049), device="cuda")
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        for last in (False, True):
+            set_last_microbatch(model, last)
+            loss, _ = model(ids[:, :-1], labels=ids[:, 1:].contiguous(), scale=1e-4)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = torch.cuda.max_memory_allocated()
+    shutdown()
+    return peak
+
+
+ON_A_GPU = ModelConfig(vocab_size=32_000, dim=1024, n_layers=12, n_heads=16, n_kv_heads=4, ffn_dim=4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RUNS)
+def test_peaks_on_this_gpu_are_foreseen(name):
+    (peak,) = run_ranks(peak_of, 1, {"device": "cuda", **RUNS[name]}, init=False, timeout_s=300)
+    work = Work(row_tokens=2048, microbatch_rows=4, microbatches=2)
+    told = estimate_layout(model_shape(ON_A_GPU), ParallelConfig(device="cuda", **RUNS[name]), 1, work)
+    assert told.peak == pytest.approx(peak, rel=0.1), str(told)

@@ -97,8 +97,11 @@ def test_bytes_sent():
     assert 0.98 * 8 * WHOLE < left_over < 1.05 * 8 * WHOLE
     # of a microbatch's hidden states each rank sends half: around two halves of 4 blocks, 4 times each, and the ends
     half = 256 * 2 * 64 // 2
-    assert told(world=2, tp=2).sent["tp"] == 4 * half * (4 * 2 * 4 + 2 * 2)
-    assert told(world=2, tp=2, recompute="full").sent["tp"] == 4 * half * (6 * 2 * 4 + 2 * 2)
+    norms = 4 * 2 * 4 * (4 * 2 * 64 + 64) // 2  # of which each rank sums the gradients in fp32
+    assert told(world=2, tp=2).sent["tp"] == 4 * half * (4 * 2 * 4 + 2 * 2) + norms
+    assert told(world=2, tp=2, recompute="full").sent["tp"] == 4 * half * (6 * 2 * 4 + 2 * 2) + norms
+    shared = told(world=4, tp=4).sent["tp"] - 4 * 256 * 2 * 64 * 3 / 4 * (4 * 2 * 4 + 2 * 2) - norms * 1.5
+    assert shared == 4 * 2 * 4 * 4 * (8 * 16 * 64) * 3 / 4  # two key/value heads on four ranks: whole weights
     assert told(world=2, pp=2, rank=1).sent["pp"] == 4 * 256 * 2 * 64
     mixed = told(shape={**SHAPE, "n_experts": 4}, world=2, ep=2)
     assert mixed.sent["ep"] == 4 * 4 * 4 * (256 * 2) * 2 * 64 // 2  # two choices, there and back, forward and backward

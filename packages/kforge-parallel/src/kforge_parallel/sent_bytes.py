@@ -39,14 +39,16 @@ def sent_bytes(
     reductions = micro if config.accumulate == "sharded" else 1
     for unit, count in held.units.items():
         n = expert_shard(axes) if unit.endswith(" experts") else axes["dp_shard"] * cp
-        gathers = micro * (2 if unit in held.in_blocks and not keeps else 1)
-        if pp > 1 and keeps:
-            gathers = 1
+        freed = unit in held.in_blocks and not keeps
+        gathers = micro * (2 if freed else 1)
+        if pp > 1:  # what a backward has gathered stays for the next forward
+            gathers = micro + 1 if freed else 1
         shards += (held.travelling[unit] * gathers + w * count * reductions) * (n - 1) / n
+    n = axes["dp_shard"] * cp
+    shards += (b + w) * held.twins * (n - 1)  # of which this rank has the n-th part
     # A gather and a scatter around each half of a block, and their transposes; experts have none, and the ends one.
-    tensor = (
-        t * b * s.dim * (tp - 1) / tp * ((4 + 2 * again) * (2 * len(blocks) - mixed) + 2 * (held.first + held.last))
-    )
+    times = (4 + 2 * again) * (2 * len(blocks) - mixed) + 2 * (held.first + held.last)
+    tensor = (t * b * s.dim * times + 2 * held.summed) * (tp - 1) / tp
     context = 0.0
     if cp > 1:
         queries, keys = (2 * t * b * max(1, heads // tp) * s.head_dim for heads in (s.heads, s.kv_heads))

@@ -76,6 +76,8 @@ class Held:
     """The units that are blocks, or experts of one."""
     in_8_bits: int
     """Bytes of weights that are kept in 8 bits beside those stored, where nothing is gathered."""
+    summed: int
+    """Bytes of gradients that tensor-parallel ranks sum in each backward: of weights that each of them has whole."""
     copied: int
     """Bytes that it sends to replicas in one reduction."""
     feedback: int
@@ -94,7 +96,14 @@ class Held:
 def hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work, rank: int) -> Held:
     """What ``rank`` holds of a model."""
     # What weights depend on; a layout is asked for many times, with other ways of keeping activations.
-    asked = (config.precision, config.storage, config.fp8, config.fp8_skip, config.cpu_offload)
+    asked = (
+        config.sequence_parallel,
+        config.precision,
+        config.storage,
+        config.fp8,
+        config.fp8_skip,
+        config.cpu_offload,
+    )
     cut = (config.pp_schedule, config.pp_stages, config.pp_split, config.pp_layers)
     optimizer = (work.optimizer, work.moments, work.row_variance, work.ema)
     key = (asked, cut, (config.compress, config.compress_rank), tuple(axes.items()), optimizer, rank)
@@ -113,7 +122,7 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
     mine = [p for p in model.parameters if p.layer in held or (p.first and first) or (p.last and last)]
     stored, b = storage_bytes(config), COMPUTE_BYTES[config.precision]
     places_ = {"shard": at["dp_shard"] * axes["cp"] + at["cp"], "part": at["expert_shard"]}
-    elements = state = in_8_bits = twins = feedback = 0
+    elements = state = in_8_bits = twins = feedback = summed = 0
     copied = 0.0
     units: dict[str, int] = {}
     travelling: dict[str, int] = {}
@@ -131,6 +140,8 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
         twins += math.prod(here) if pp > 1 and first and last and p.first and p.last else 0
         values, kept = _compressed(here, config, axes["dp_replicate"], max(4, b))
         copied, feedback = copied + values, feedback + kept
+        if axes["tp"] > 1 and _used_apart(p, config, axes, model.sizes.kv_heads):
+            summed += max(4, b) * math.prod(whole)
         if p.layer is not None:
             in_blocks.add(unit)
     return Held(
@@ -141,6 +152,7 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
         travelling=travelling,
         in_blocks=frozenset(in_blocks),
         in_8_bits=in_8_bits,
+        summed=summed,
         copied=int(copied),
         feedback=feedback,
         twins=twins,
@@ -149,6 +161,16 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
         first=first,
         last=last,
     )
+
+
+def _used_apart(p: Parameter, config: ParallelConfig, axes: dict[str, int], kv_heads: int) -> bool:
+    """Whether tensor-parallel ranks have a weight whole, and use it on other data each."""
+    if p.expert and axes["ep"] > 1:
+        return False
+    if p.word in ("colwise_kv", "colwise_qkv"):
+        return kv_heads % axes["tp"] > 0
+    on_rows = p.word == "sequence" or (p.word == "rowwise" and p.name.endswith("bias"))
+    return p.word in ("replicate", "experts") or (config.sequence_parallel and on_rows)
 
 
 def _compressed(here: Sequence[int], config: ParallelConfig, replicas: int, w: int) -> tuple[float, int]:
