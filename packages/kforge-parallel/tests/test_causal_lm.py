@@ -7,7 +7,7 @@ import torch.distributed as dist
 from attending import documents
 from torch.nn import functional as F
 
-from kforge_parallel import ParallelConfig, Pipeline, launch, parallelize, shard_rows
+from kforge_parallel import ParallelConfig, Pipeline, check_rank, launch, parallelize, shard_rows
 from kforge_parallel.causal_lm import CausalLM, Plain
 from kforge_testing import run_ranks
 
@@ -128,6 +128,21 @@ def test_a_plain_row_is_what_transformers_computes(name):
     loss, nll = CausalLM(families.build(name))(families.IDS, None, labels=labels, scale=2.0)
     each = F.cross_entropy(want.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     assert torch.allclose(nll, each, rtol=1e-6) and torch.allclose(loss, 2 * each.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "part", "held"),
+    [
+        ("Qwen3", {"tp": 2}, "model.layers.0.self_attn.o_proj.weight", (4, 16)),
+        ("Qwen3Moe", {"ep": 4}, "model.layers.0.mlp.experts.down_proj", (1, 8, 12)),
+        ("Qwen3Moe", {"tp": 2}, "model.layers.0.mlp.experts.down_proj", (2, 4, 12)),
+    ],
+)
+def test_one_rank_of_eight_is_looked_at(name, layout, part, held):
+    found = check_rank(
+        lambda: CausalLM(families.build(name, **UNTIED)), ParallelConfig(sequence_parallel=False, **layout), 8, 3
+    )
+    assert found.shapes[part] == held
 
 
 def test_what_it_cannot_is_refused():

@@ -8,13 +8,14 @@ import warnings
 from pathlib import Path
 
 import torch
+from toy import worst
 
 from kforge_parallel import ParallelConfig
 from kforge_parallel.testing import compare
 from kforge_testing import run_ranks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
-FIRST, SIZES, TOY, ATTENTION, HEAD, MIXTURE, ROW, STAGES, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+FIRST, OWN, SIZES, TOY, ATTENTION, HEAD, MIXTURE, ROW, STAGES, CHECK = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def run(source, views="error"):
@@ -36,6 +37,39 @@ def test_the_example_learns_and_ranks_agree():
     assert first < 6.0  # the variance of a sum of eight unit normals is 8
     assert weights.equal(other)
     assert printed == f"dp_shard 2 on cpu (torchrun): loss {first:.2f}\n" and not nothing
+
+
+def run_own(rank, world):
+    """Weights after three steps of the user's model, how many blocks were compiled, and those of plain torch."""
+    import kforge_parallel.build
+    from kforge_parallel import compile_blocks, full_parameters
+
+    compiled = []
+
+    def quickly(blocks):
+        compiled.extend(blocks)
+        compile_blocks(blocks, backend="aot_eager")
+
+    kforge_parallel.build.compile_blocks = quickly
+    torch.manual_seed(0)  # rank 0's values are everyone's
+    torch.set_default_dtype(torch.float64)
+    scope, _ = run(OWN.replace('"fp32"', '"fp64"'), views="ignore")
+    torch.manual_seed(0)
+    plain, batch = scope["Model"](), scope["batch"]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for _ in range(3):
+        (plain(batch) - batch.roll(1, -1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    cut = tuple(scope["model"].layers[0][1].weight.to_local().shape)
+    return full_parameters(scope["model"]), {n: p.detach() for n, p in plain.named_parameters()}, len(compiled), cut
+
+
+def test_a_users_model_has_the_weights_of_one_process():
+    for got, want, compiled, cut in run_ranks(run_own, 4, init=False):
+        assert worst(got, want) < 1e-10
+        assert (compiled, cut) == (3, (16, 32))
+    assert OWN.count("\n") < 34
 
 
 def test_the_estimate_is_what_is_printed():

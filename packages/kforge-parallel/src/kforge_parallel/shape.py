@@ -197,6 +197,8 @@ def parameters_of(
     from kforge_parallel.plan import resolve_plan
 
     plan = getattr(model, "plan", None) if plan is None else plan
+    if plan is None and getattr(model, "tp_plan", None):
+        plan = tensor_plan(model)
     if plan is None and hasattr(model, "tp_plan"):
         plan = tensor_plan(model)
     words: Mapping[str, str] = {} if plan is None else resolve_plan(model, plan).parameters
