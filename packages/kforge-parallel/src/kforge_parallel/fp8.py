@@ -193,7 +193,7 @@ class Tensorwise(torch.autograd.Function):
 
 class Rowwise(torch.autograd.Function):
     """x [..., K], weight [..., K] of N rows in all -> y [..., N]; y and dx in FP8, the gradient of the weight not.
-    bits, unit: those of the weight [N,K] with a scale a row, and ``columns`` with a scale a column, where they are kept.
+    bits, unit: of the weight [N,K] with a scale a row, and ``columns`` with a scale a column, where they are kept.
     """
 
     @staticmethod
