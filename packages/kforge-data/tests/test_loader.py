@@ -506,6 +506,22 @@ def test_quarantined_rows_are_padding_and_move_nothing(numbered: Make) -> None:
     again.close()
 
 
+def test_processes_of_one_loader_end_while_those_of_another_go_on(numbered: Make) -> None:
+    """A forked worker has copies of the pipes to those that were there before, which must not keep these alive."""
+    source = numbered(60)
+    first = load(source, workers=2, worker_kind="fork")
+    first.next()
+    before = set(multiprocessing.active_children())
+    second = load(source, workers=2, worker_kind="fork")
+    second.next()
+    codes = {process: process.exitcode for process in before}
+    assert len(before) == 2 and set(codes.values()) == {None}
+    first.close()
+    assert [process.exitcode for process in before] == [0, 0]  # not killed
+    second.next()
+    second.close()
+
+
 def test_closing_ends_the_threads(numbered: Make) -> None:
     before = set(threading.enumerate())
     with load(numbered(100), workers=3) as loader:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.util import Finalize
@@ -182,6 +183,11 @@ def _work(jobs: Connection, others: Sequence[Connection], work: Callable[[Any], 
         return
 
 
+_OURS: weakref.WeakSet[Connection] = weakref.WeakSet()
+"""The ends of pipes that this process has, to workers of all its loaders: a forked worker closes its copies, or those
+that it has copies for would never see them closed."""
+
+
 class Workers:
     """Worker processes that each answer, in order, the jobs that they are sent: ``work(job)``.
 
@@ -198,7 +204,8 @@ class Workers:
         for number in range(count):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
-            copied = tuple(self._pipes) if kind == "fork" else ()
+            _OURS.add(ours)
+            copied = tuple(_OURS) if kind == "fork" else ()
             process = context.Process(
                 target=_work, args=(theirs, copied, work, os.getpid()), name=f"kforge-data-{number}", daemon=True
             )
