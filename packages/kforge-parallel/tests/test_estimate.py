@@ -80,6 +80,13 @@ def test_what_is_gathered_and_summed():
     assert told(world=2, accumulate="sharded").sums == 2 * WHOLE + 6 * (ENDS + 64)
     eight = told(world=2, fp8="tensorwise", reshard_after_forward=False)
     assert kept.gathered - eight.gathered == 4 * (BLOCK - 2 * 64)
+    uneven = told(world=5, fp8="tensorwise", reshard_after_forward=False)
+    assert uneven.gathered == kept.gathered  # parts of unequal size travel in bf16
+    alone = [told(storage="split", fp8=mode).gathered for mode in ("none", "tensorwise", "rowwise")]
+    assert alone == [0, 4 * (BLOCK - 2 * 64), 8 * (BLOCK - 2 * 64)]
+    stages = {"world": 4, "pp": 2, "dp_shard": 2, "reshard_after_forward": False}
+    assert told(**stages, fp8="tensorwise").gathered < told(**stages).gathered
+    assert told(**stages, fp8="tensorwise", pp_schedule="zbv").gathered == told(**stages, pp_schedule="zbv").gathered
 
 
 def test_bytes_sent():

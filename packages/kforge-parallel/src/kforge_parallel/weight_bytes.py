@@ -11,7 +11,7 @@ from typing import Any
 from kforge_parallel.axes import expert_shard, places, shard_dim
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.shape import Parameter, Sizes
-from kforge_parallel.stages import split_layers, stages_of_rank, stages_per_rank
+from kforge_parallel.stages import SCHEDULES, split_layers, stages_of_rank, stages_per_rank
 from kforge_parallel.work import COMPUTE_BYTES, Work, storage_bytes
 
 CUT_ALONG = {
@@ -75,7 +75,7 @@ class Held:
     in_blocks: frozenset[str]
     """The units that are blocks, or experts of one."""
     in_8_bits: int
-    """Bytes of weights that are kept in 8 bits beside those stored, where nothing is gathered."""
+    """Bytes of weights that are kept in FP8 beside those stored, where nothing is gathered."""
     summed: int
     """Bytes of gradients that tensor-parallel ranks sum in each backward: of weights that each of them has whole."""
     copied: int
@@ -122,6 +122,9 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
     mine = [p for p in model.parameters if p.layer in held or (p.first and first) or (p.last and last)]
     stored, b = storage_bytes(config), COMPUTE_BYTES[config.precision]
     places_ = {"shard": at["dp_shard"] * axes["cp"] + at["cp"], "part": at["expert_shard"]}
+    # What is offloaded, parts of unequal size and schedules that split the backward are cast after the gather.
+    can_travel = not config.cpu_offload and not (pp > 1 and SCHEDULES[config.pp_schedule].splits_backward)
+    shards = axes["dp_shard"] * axes["cp"]
     elements = state = in_8_bits = twins = feedback = summed = 0
     copied = 0.0
     units: dict[str, int] = {}
@@ -131,12 +134,13 @@ def _hold(model: Model, config: ParallelConfig, axes: dict[str, int], work: Work
         here = local_shape(p, axes, model.sizes.kv_heads, **places_)
         whole = local_shape(p, axes, model.sizes.kv_heads, shard=None, part=0)
         unit = p.unit + (" experts" if p.expert and axes["ep"] > 1 else "")
-        bits = _in_8_bits(p, whole, config, pp)
+        kept_bytes = {"tensorwise": 1, "rowwise": 2}.get(config.fp8, 0) * _multiplies_in_fp8(p, whole, config)
+        travels = kept_bytes == 1 and can_travel and whole[shard_dim(whole, shards)] % shards == 0
         elements += math.prod(here)
         state += state_bytes(p, here, config, work)
         units[unit] = units.get(unit, 0) + math.prod(whole)
-        travelling[unit] = travelling.get(unit, 0) + math.prod(whole) * (1 if bits else b)
-        in_8_bits += math.prod(here) if bits and not wrapped else 0
+        travelling[unit] = travelling.get(unit, 0) + math.prod(whole) * (1 if travels else b)
+        in_8_bits += 0 if wrapped else kept_bytes * math.prod(here)
         twins += math.prod(here) if pp > 1 and first and last and p.first and p.last else 0
         values, kept = _compressed(here, config, axes["dp_replicate"], max(4, b))
         copied, feedback = copied + values, feedback + kept
@@ -271,12 +275,10 @@ def _is_matrix(parameter: Parameter) -> bool:
     return inside and len(parameter.shape) > 1 and not any(word in leaf for word in ("router", "bias"))
 
 
-def _in_8_bits(parameter: Parameter, shape: Sequence[int], config: ParallelConfig, pp: int) -> bool:
-    """Whether the weight of a linear module of this shape on a rank is gathered, or kept, as FP8."""
+def _multiplies_in_fp8(parameter: Parameter, shape: Sequence[int], config: ParallelConfig) -> bool:
+    """Whether it is the weight of a linear module that multiplies in FP8, being of this shape on a rank."""
     owner = parameter.name.rpartition(".")[0]
-    if config.fp8 != "tensorwise" or pp > 1 or config.cpu_offload:
-        return False
-    if len(shape) < 2 or parameter.layer is None or parameter.expert:
+    if config.fp8 == "none" or len(shape) < 2 or parameter.layer is None or parameter.expert:
         return False
     even = math.prod(shape[:-1]) % 16 == 0 and shape[-1] % 16 == 0
     return even and not any(fnmatchcase(owner, pattern) for pattern in config.fp8_skip)
