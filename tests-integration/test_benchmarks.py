@@ -98,6 +98,16 @@ def test_the_benchmark_of_checkpoints_runs_on_a_cpu(tmp_path, writer):
     assert len(rows) == 9
 
 
+def test_small_tensors_and_several_files_are_timed(tmp_path):
+    for name, words in (("ckpt_small", ["--tensors", "200"]), ("ckpt_threads", ["--gib", "0.1"])):
+        command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *words, "--turns", "1", "--out", str(tmp_path)]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = check_form(tmp_path / f"{name}.json", name)
+        assert len(rows) == 8
+    assert rows["save, 4 files at once"]["bytes"] == 8 * 2**24
+
+
 def test_the_race_of_optimizers_runs(tokens, tmp_path):
     words = ["--steps", "4", "--rates", "1", "--tokens", str(tokens), "--out", str(tmp_path)]
     command = [sys.executable, str(BENCHMARKS / "optim_race.py"), *words]

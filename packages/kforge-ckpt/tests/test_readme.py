@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import kforge_ckpt
@@ -18,7 +19,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8")
 
 
 def test_the_example_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example, _ = EXAMPLES
+    example, *_ = EXAMPLES
     monkeypatch.chdir(tmp_path)
     runs: list[dict[str, object]] = [{}, {}]
     for run in runs:
@@ -33,8 +34,19 @@ def test_the_example_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(head.bias, model.bias)
 
 
+def test_the_example_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    weights = {"weight": torch.randn(2, 8).half(), "bias": torch.randn(2).half()}
+    save_file(weights, tmp_path / "weights" / "model.safetensors")
+    run: dict[str, Any] = {}
+    exec(EXAMPLES[1], run)
+    assert run["model"].weight.equal(weights["weight"].float()) and run["model"].bias.equal(weights["bias"].float())
+    assert run["told"] == ["model.weight: F32 from F16", "model.bias: F32 from F16"]
+
+
 def test_the_example_in_an_object_store(s3: Any) -> None:
-    example = EXAMPLES[1].replace("my-bucket", s3.bucket)
+    example = EXAMPLES[2].replace("my-bucket", s3.bucket)
     run: dict[str, Any] = {}
     exec(example, run)
     assert run["ckpt"].steps() == [1000]
