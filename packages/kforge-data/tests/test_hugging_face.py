@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from kforge_data import DatasetStream, DatasetTexts, open_tokens
@@ -25,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         part = TEXTS[number * 95 // 3 : (number + 1) * 95 // 3]
         (tmp_path / "lines" / f"{number}.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in part))
     data = datasets.Dataset.from_dict({"body": TEXTS})
-    data.to_parquet(tmp_path / "groups.parquet", batch_size=10)
+    pq.write_table(pa.table({"body": TEXTS}), tmp_path / "groups.parquet", row_group_size=10)
     data.save_to_disk(tmp_path / "saved")
     return tmp_path
 

@@ -138,7 +138,7 @@ class DatasetStream:
             data = builder.as_streaming_dataset(split=self.place.split)
         if data.column_names is not None:
             _check_field(self.place, self.field, data.column_names)
-        self.data: Any = data.reshard() if hasattr(data, "reshard") else data
+        self.data: Any = data.reshard()
         content = [self.place.split, self.place.subset, self.field, self.shards, _content_of(builder, self.place)]
         self.fingerprint = "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -151,9 +151,13 @@ class DatasetStream:
         """Texts of a shard, from its document ``first`` on; what lies before is passed over as tables."""
         one = self.data.shard(num_shards=self.shards, index=shard).with_format("arrow")
         # By `iter`, as iteration itself would leave part of the shard to other workers of torch's DataLoader.
-        for table in (one.skip(first) if first else one).iter(batch_size=_READ):
+        passed = 0
+        for table in one.iter(batch_size=_READ):
             _check_field(self.place, self.field, table.column_names)
-            yield from _texts(table.column(self.field).to_pylist(), self.place, self.field)
+            if passed + len(table) > first:
+                column = table.column(self.field).slice(max(first - passed, 0))
+                yield from _texts(column.to_pylist(), self.place, self.field)
+            passed += len(table)
 
 
 def open_shards(place: str | DatasetName, *, field: str = "text") -> DatasetTexts | DatasetStream:
