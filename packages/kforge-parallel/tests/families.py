@@ -1,7 +1,6 @@
 """Small models of Hugging Face's families, from their configs. Other processes import it."""
 
 import torch
-import transformers
 
 VOCAB, DIM = 32, 16
 
@@ -69,6 +68,8 @@ CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 
 def build(family, **options):
     """The model with the values that its class gives it, in float64."""
+    import transformers
+
     config_class, model_class = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     options = {**SIZES, **FAMILIES[family], **options}
     attention = "eager" if family == "Gemma2" else "sdpa"  # eager: softmax in float32
