@@ -199,8 +199,6 @@ def parameters_of(
     plan = getattr(model, "plan", None) if plan is None else plan
     if plan is None and getattr(model, "tp_plan", None):
         plan = tensor_plan(model)
-    if plan is None and hasattr(model, "tp_plan"):
-        plan = tensor_plan(model)
     words: Mapping[str, str] = {} if plan is None else resolve_plan(model, plan).parameters
     block_list = find_blocks(model, blocks)
     mixtures = [getattr(mixture, "experts") for mixture in find_mixtures(model).values()]  # noqa: B009
