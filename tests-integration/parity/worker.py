@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from cases import LAYOUTS, MODELS, ROWS, SHAPE, SILENT_ROW, STEPS, TABLE, TOKENS, VARIANTS, VOCAB
 
-from kforge_data import TokenShards, evaluation_batches
+from kforge_data import DataConfig, TokenShards, evaluation_batches
 from kforge_model import ModelConfig, Transformer
 from kforge_optim import OptimConfig, build_optimizer, clip
 from kforge_parallel import ParallelConfig, launch, parallelize
@@ -35,7 +35,7 @@ def optim_config(precision):
 
 def data_config(packed):
     """What evaluation reads of a job: 5 rows in microbatches of 2, so that some ranks get rows of padding."""
-    data = SimpleNamespace(row_tokens=TOKENS, microbatch_rows=2, global_rows=ROWS, isolate_documents=packed)
+    data = DataConfig(row_tokens=TOKENS, microbatch_rows=2, global_rows=ROWS, isolate_documents=packed)
     return SimpleNamespace(data=data)
 
 

@@ -261,7 +261,8 @@ def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh)
     ring = mesh.cp_size > 1 and config.cp_style == "ring"
     mixed = [block for block in blocks if ring or find_mixtures(block)]
     if config.compile:
-        compile_blocks(mixed)
+        if mixed:
+            compile_blocks(mixed, dynamic=False)
         if SCHEDULES[config.pp_schedule].splits_backward:
             keep_donated_buffers()
         if mixed and config.recompute == "selective":

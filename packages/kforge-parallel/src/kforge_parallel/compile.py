@@ -21,9 +21,10 @@ GRAPHS = 64
 attention is a graph in every layer. torch's own limit is 8; beyond it code runs uncompiled, and only a log says so."""
 
 
-def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
-    """Compile every block's forward in place."""
+def compile_blocks(blocks: list[nn.Module], backend: str = "inductor", *, dynamic: bool | None = None) -> None:
+    """Compile every block's forward in place. ``dynamic=False``: a graph of constants for each size, as is wanted where
+    a block is several graphs: torch 2.13 can pass wrong values from one to the next where sizes are numbers."""
     if blocks:
         allow_graphs(GRAPHS)
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=None)
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=dynamic)
