@@ -474,6 +474,7 @@ def test_workers_end_with_the_process_that_made_them(numbered: Make, how: str) -
     """However it ends: they hold its standard output open, so that waiting for its end is waiting for theirs."""
     script = (
         "import os, signal, sys\nfrom kforge_data import Loader, TokenShards\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whoever runs tests in the background ignores it
         "loader = Loader(TokenShards(sys.argv[1]), row_tokens=4, global_rows=2, workers=2, worker_kind='fork')\n"
         "loader.next()\n"
         f"os.kill(os.getpid(), signal.{how})\n"
