@@ -15,6 +15,7 @@ from kforge_ckpt import Checkpointer, CheckpointError, PerRank, RngState, commit
 from kforge_ckpt.cli import main
 from kforge_ckpt.files import entries, place, write_file
 from kforge_ckpt.remote import RemotePath
+from kforge_testing.s3 import S3
 
 
 def box(step: int, rows: int = 64) -> Box:
@@ -204,3 +205,12 @@ def test_a_package_that_is_not_there_says_what_to_type(monkeypatch: pytest.Monke
         Checkpointer("s3://bucket/other")
     with pytest.raises(ValueError, match="'process' writes files of this host"):
         Checkpointer("memory://x", mode="async", writer="process")
+
+
+def test_a_place_is_asked_where_its_endpoint_is_now(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where another place's was when that was first asked."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        with pytest.raises(CheckpointError, match="given up"):
+            RemotePath(f"s3://{s3.bucket}/elsewhere").entries()
+    assert RemotePath(f"s3://{s3.bucket}/here").entries() == {}

@@ -46,7 +46,8 @@ class Store:
             raise CheckpointError(
                 f"{redacted(url)} needs the package fsspec: python -m pip install 'kforge-ckpt[remote]'"
             ) from None
-        options: dict[str, Any] = {"use_listings_cache": False}
+        # Not one that others have made: it would keep the credentials and the endpoint that they found.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if protocol in ("s3", "s3a"):
             # Repeating is done here, and only here.
             options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "connect_timeout": 10}
