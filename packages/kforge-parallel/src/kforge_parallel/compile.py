@@ -22,8 +22,9 @@ attention is a graph in every layer. torch's own limit is 8; beyond it code runs
 
 
 def compile_blocks(blocks: list[nn.Module], backend: str = "inductor", *, dynamic: bool | None = None) -> None:
-    """Compile every block's forward in place. ``dynamic=False``: a graph of constants for each size, as is wanted where
-    a block is several graphs: torch 2.13 can pass wrong values from one to the next where sizes are numbers."""
+    """Compile every block's forward in place. ``dynamic=False``: a graph of constants for each size. Wanted where a
+    block may hold numbers that differ from block to block, as lists of experts do: torch makes them numbers of the
+    graph, too, and 2.13 then takes ``n in numbers`` for False, whatever they are."""
     if blocks:
         allow_graphs(GRAPHS)
     for block in blocks:
