@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kforge_data import Loader, TokenShards, evaluation_batches, evaluation_rows
+from kforge_data import Loader, TokenShards, evaluation_batches
 
 Make = Callable[..., TokenShards]
 
@@ -551,40 +551,6 @@ def test_closing_ends_the_threads(numbered: Make) -> None:
 def test_sizes_that_cannot_be(numbered: Make, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(numbered(30), **options)
-
-
-# Evaluation.
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("max_rows", [0, 5, 100])
-def test_evaluation_has_each_row_on_one_rank(numbered: Make, world: int, max_rows: int) -> None:
-    source = numbered(11)
-    per_rank = [
-        list(evaluation_batches(source, row_tokens=4, microbatch_rows=2, rank=rank, world=world, max_rows=max_rows))
-        for rank in range(world)
-    ]
-    assert len({len(batches) for batches in per_rank}) == 1
-    assert all(batch["input_ids"].shape == (2, 4) for batches in per_rank for batch in batches)
-    rows = [number for batches in per_rank for batch in batches for number in seen([batch])]
-    expected = evaluation_rows(source, row_tokens=4, max_rows=max_rows).tolist()
-    assert sorted(rows) == expected and len(expected) == (5 if max_rows == 5 else 11)
-    scored = sum(int((batch["labels"] != -100).sum()) for batches in per_rank for batch in batches)
-    assert scored == 3 * len(expected)
-
-
-def test_evaluation_rows_are_spread_over_the_source(numbered: Make) -> None:
-    assert evaluation_rows(numbered(11), row_tokens=4, max_rows=3).tolist() == [0, 3, 7]
-    with pytest.raises(ValueError, match="max_rows = -1"):
-        evaluation_rows(numbered(1, name="one"), row_tokens=4, max_rows=-1)
-
-
-def test_evaluation_sizes_that_cannot_be(numbered: Make) -> None:
-    source = numbered(4)
-    with pytest.raises(ValueError, match="microbatch_rows = 0"):
-        evaluation_batches(source, row_tokens=4, microbatch_rows=0)
-    with pytest.raises(ValueError, match="rank = 1"):
-        evaluation_batches(source, row_tokens=4, microbatch_rows=1, rank=1)
 
 
 @pytest.mark.gpu

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from kforge_data.documents import read_documents as read_documents
     from kforge_data.duplicates import duplicate_documents as duplicate_documents
     from kforge_data.duplicates import write_deduplicated as write_deduplicated
+    from kforge_data.evaluation import evaluation_batches as evaluation_batches
+    from kforge_data.evaluation import evaluation_rows as evaluation_rows
     from kforge_data.hugging_face import DatasetStream as DatasetStream
     from kforge_data.hugging_face import DatasetTexts as DatasetTexts
     from kforge_data.lanes import LaneState as LaneState
     from kforge_data.lanes import StreamedDocuments as StreamedDocuments
     from kforge_data.loader import Loader as Loader
-    from kforge_data.loader import evaluation_batches as evaluation_batches
-    from kforge_data.loader import evaluation_rows as evaluation_rows
-    from kforge_data.loader import merge_states as merge_states
+    from kforge_data.loader_state import merge_states as merge_states
     from kforge_data.masks import AnswersOnly as AnswersOnly
     from kforge_data.masks import MaskRepetition as MaskRepetition
     from kforge_data.masks import mask_documents as mask_documents
@@ -109,12 +109,12 @@ _HOME = {
     "convert_tokens": "convert",
     "duplicate_documents": "duplicates",
     "epoch_order": "order",
-    "evaluation_batches": "loader",
-    "evaluation_rows": "loader",
+    "evaluation_batches": "evaluation",
+    "evaluation_rows": "evaluation",
     "in_order": "sources",
     "lanes_of": "sources",
     "mask_documents": "masks",
-    "merge_states": "loader",
+    "merge_states": "loader_state",
     "ngram_baseline": "ngram",
     "open_configured": "opening",
     "open_tokens": "opening",

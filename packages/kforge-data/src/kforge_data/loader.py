@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length, make_batch, to_device
+from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length
 from kforge_data.batch_size import BatchSize
 from kforge_data.best_fit import hash_seed
 from kforge_data.lanes import LaneState
+from kforge_data.loader_state import STATE_VERSION, describe, differences
 from kforge_data.mixture import ROW_BITS, Mixture
 from kforge_data.phases import RowPhase
-from kforge_data.sources import in_order, lane_rows, laned_parts, lanes_of
+from kforge_data.sources import in_order, lane_rows, laned_parts, lanes_of, rows_or_error
 from kforge_data.workers import (
     PHASE_BITS,
     WORKER_KINDS,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from kforge_data.masks import Transform
     from kforge_data.sources import Source
 
-_STATE_VERSION = 1
 _FIND_ROWS = 512
 
 logger = logging.getLogger("kforge_data")
@@ -122,7 +122,7 @@ class Loader:
         for each, _ in self._sources:
             _check_lanes(each, world, epochs)
         self._source, self._row_tokens, self._microbatch_rows = source, row_tokens, microbatch_rows
-        self._rows = [_rows_or_error(each, length) for each, length in self._sources]
+        self._rows = [rows_or_error(each, length) for each, length in self._sources]
         self._rank, self._world, self._seed, self._shuffle = rank, world, seed, shuffle
         self._isolate_documents, self._device = isolate_documents, torch.device(device)
         sizes = {rows for _, of_step in self._size.sizes() for rows in _cut(of_step // world, microbatch_rows)}
@@ -451,7 +451,7 @@ class Loader:
         lanes = self._lane_states()
         return {
             **({"lanes": lanes} if lanes else {}),
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "position": self._position,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -474,15 +474,15 @@ class Loader:
         each has the size that its number says. Another source, seed, row_tokens or shuffle is another sequence, in
         which the position means little: ValueError that lists what differs, unless the loader was told to accept it.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(f"a loader state of version {state.get('version')}; this loader reads {_STATE_VERSION}")
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"a loader state of version {state.get('version')}; this loader reads {STATE_VERSION}")
         size = BatchSize(
             int(state["global_rows"]), tuple((int(n), int(rows)) for n, rows in state.get("batch_phases", []))
         )
         step, base = int(state["base_step"]), int(state["base_position"])
         rows = int(state["position"]) - base + size.before(step)
         begun = self._begun(size.step_at(rows))
-        differing = _differences(state, {**self.state_dict(), "phases": begun})
+        differing = differences(state, {**self.state_dict(), "phases": begun})
         if differing and self._accept_changed_data:
             logger.warning("going on at position %s in another sequence of rows: %s", state["position"], differing)
         elif differing:
@@ -516,80 +516,6 @@ class Loader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def evaluation_rows(source: Source, *, row_tokens: int, max_rows: int = 0) -> NDArray[np.int64]:
-    """Rows that an evaluation reads: all of them, or `max_rows` spread evenly over the source. int64, ascending."""
-    if max_rows < 0:
-        raise ValueError(f"max_rows = {max_rows} must be 0 (all rows) or more")
-    rows = _rows_or_error(source, row_tokens)
-    count = min(max_rows, rows) if max_rows else rows
-    return np.arange(count, dtype=np.int64) * rows // count
-
-
-def evaluation_batches(
-    source: Source,
-    *,
-    row_tokens: int,
-    microbatch_rows: int,
-    rank: int = 0,
-    world: int = 1,
-    max_rows: int = 0,
-    isolate_documents: bool = True,
-    transforms: Sequence[Transform] = (),
-    device: str | torch.device = "cpu",
-) -> Iterator[Batch]:
-    """One pass over `evaluation_rows`, in order, each row on exactly one rank.
-
-    Every rank yields the same number of batches of `microbatch_rows` rows; what is missing at the end are rows of
-    padding whose labels are all -100. The mean over ranks must therefore be Σ nll / Σ scored tokens.
-    """
-    if microbatch_rows < 1:
-        raise ValueError(f"microbatch_rows = {microbatch_rows} must be at least 1")
-    if not 0 <= rank < world:
-        raise ValueError(f"rank = {rank} is not one of {world} processes, counted from 0")
-    rows = evaluation_rows(source, row_tokens=row_tokens, max_rows=max_rows)
-    return _evaluation_batches(
-        source,
-        rows,
-        row_tokens,
-        microbatch_rows,
-        rank,
-        world,
-        isolate_documents,
-        tuple(transforms),
-        torch.device(device),
-    )
-
-
-def _evaluation_batches(
-    source: Source,
-    rows: NDArray[np.int64],
-    row_tokens: int,
-    microbatch_rows: int,
-    rank: int,
-    world: int,
-    isolate_documents: bool,
-    transforms: Sequence[Transform],
-    device: torch.device,
-) -> Iterator[Batch]:
-    cu_length = (
-        cu_seqlens_length(source, row_tokens=row_tokens, microbatch_rows=microbatch_rows) if isolate_documents else None
-    )
-    for start in range(0, len(rows), world * microbatch_rows):
-        here = rows[start + rank * microbatch_rows :][:microbatch_rows]
-        row_ids = np.full(microbatch_rows, PADDING_ROW, np.int64)
-        row_ids[: len(here)] = here
-        batch = make_batch(
-            source,
-            row_ids,
-            row_tokens=row_tokens,
-            isolate_documents=isolate_documents,
-            cu_length=cu_length,
-            pin=device.type == "cuda",
-            transforms=transforms,
-        )
-        yield to_device(batch, device)
 
 
 def _check_split(name: str, rows: int, rank: int, world: int, microbatch_rows: int | None) -> None:
@@ -634,66 +560,7 @@ def _check_lanes(source: Source, world: int, epochs: int | None) -> None:
         )
 
 
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of the states that all ranks had after the same step: that of any, with the lanes of all.
-
-    Where no source has lanes the states are the same already. ValueError for states of different steps.
-    """
-    if not states:
-        raise ValueError("no states to merge")
-    if len({state["position"] for state in states}) > 1:
-        told = ", ".join(str(state["position"]) for state in states)
-        raise ValueError(f"the states are of different steps, at positions {told}")
-    lanes: dict[str, dict[int, list[int]]] = {}
-    for state in states:
-        for number, rows in state.get("lanes", {}).items():
-            lanes.setdefault(number, {}).update((int(row[0]), list(row)) for row in rows)
-    merged = {number: [rows[lane] for lane in sorted(rows)] for number, rows in lanes.items()}
-    return {**states[0], "lanes": merged} if lanes else dict(states[0])
-
-
 def _cut(rows: int, most: int | None) -> list[int]:
     """Sizes of the microbatches of a rank's rows of a step: ``most`` each, and what is left."""
     size = most or rows
     return [min(size, rows - start) for start in range(0, rows, size)]
-
-
-def _rows_or_error(source: Source, row_tokens: int) -> int:
-    rows = source.row_count(row_tokens)
-    if rows < 1:
-        raise ValueError(f"{source!r} holds no tokens, so there is nothing to read; tokenize some text first")
-    return rows
-
-
-def describe(source: Source) -> dict[str, Any]:
-    """What a source says of itself, for people; its fingerprint if it says nothing."""
-    own = getattr(source, "describe", None)
-    return own() if callable(own) else {"content": source.fingerprint}
-
-
-def _differences(state: dict[str, Any], ours: dict[str, Any]) -> str:
-    """What makes two states positions in different sequences, in words; empty if nothing does."""
-    found = [
-        f"{key} was {_short(state.get(key))} and is {_short(ours[key])}"
-        for key in ("seed", "row_tokens", "shuffle")
-        if state.get(key) != ours[key]
-    ]
-    if state.get("fingerprint") != ours["fingerprint"]:
-        before, now = state.get("source") or {"content": state.get("fingerprint")}, ours["source"]
-        parts = [
-            f"{key} was {_short(before.get(key, '(not there)'))} and is {_short(now.get(key, '(not there)'))}"
-            for key in [*before, *(key for key in now if key not in before)]
-            if before.get(key) != now.get(key)
-        ]
-        found.append(f"of the source, {', '.join(parts) or 'something'}")
-    phases = [[phase[1:] for phase in one.get("phases", [])] for one in (state, ours)]
-    if phases[0] != phases[1]:
-        words = [[f"rows of {length} tokens of {content[:19]}" for length, content in one] for one in phases]
-        before, now = (", ".join(one) or "none" for one in words)
-        found.append(f"phases that have begun were {before} and are {now}")
-    return "; ".join(found)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:24] + "…"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kforge_data.loader import evaluation_rows
+from kforge_data.evaluation import evaluation_rows
 from kforge_data.packing import IGNORE, row_labels
 
 if TYPE_CHECKING:

@@ -161,3 +161,11 @@ def lane_rows(source: Any, position: int, row_tokens: int) -> dict[int, NDArray[
     """Rows [L] that each lane has given before a position, by the number of its source."""
     found: dict[int, NDArray[np.int64]] = source.lane_rows(position, row_tokens)
     return found
+
+
+def rows_or_error(source: Source, row_tokens: int) -> int:
+    """Rows of the source; ValueError where it has none."""
+    rows = source.row_count(row_tokens)
+    if rows < 1:
+        raise ValueError(f"{source!r} holds no tokens, so there is nothing to read; tokenize some text first")
+    return rows
