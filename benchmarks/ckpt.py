@@ -14,32 +14,15 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import _results
+from _saving import Box, seconds
 
 TENSOR_BYTES = 2**26
-
-
-class Box:
-    def __init__(self, tensors: dict[str, Any]) -> None:
-        self.tensors = tensors
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.tensors
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def sync_tree(folder: Path) -> None:

@@ -10,30 +10,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import _results
-
-
-class Box:
-    def __init__(self, tensors: dict[str, Any]) -> None:
-        self.tensors = tensors
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.tensors
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensors = state
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+from _saving import Box, seconds
 
 
 def turn(folder: Path, count: int) -> dict[str, float]:

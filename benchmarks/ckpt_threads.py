@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import _results
-from ckpt_small import Box, seconds
+from _saving import Box, seconds
 
 TENSOR_BYTES = 2**24
 THREADS = (1, 2, 4, 8)

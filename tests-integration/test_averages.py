@@ -5,6 +5,7 @@ import torch
 from jobs import job, train, values
 
 from kforge_optim import split_float32
+from kforge_parallel.fsdp import full
 from kforge_testing import run_ranks
 
 
@@ -16,17 +17,13 @@ def looked_at(rank, world, config):
     from kforge_train.saved import save_config
     from kforge_train.trainer import Trainer
 
-    def whole(tensor):
-        tensor = tensor.detach()
-        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-
     with build(config) as parts:
         if rank == 0:
             save_config(config)
         trainer = Trainer(parts)
         for _ in range(4):
             trainer.step()
-        trained = {name: whole(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
+        trained = {name: full(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
         trainer.save()
         trainer.evaluate()
         with parts.optimizer.evaluation_weights():
@@ -34,13 +31,13 @@ def looked_at(rank, world, config):
             assert not parts.checkpointer.save(4, trainer.state)  # again, and within: there is one already
             assert parts.checkpointer.save(5, trainer.state)
             parts.checkpointer.wait()
-            averages = {name: whole(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
-        after = {name: whole(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
+            averages = {name: full(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
+        after = {name: full(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
         read = {}
         for step in (4, 5):
             model = {name: torch.empty_like(weight) for name, weight in parts.model.state_dict().items()}
             Checkpointer(checkpoint_dir(config)).restore({"model": Weights(model)}, step=step)
-            read[step] = {name: whole(weight) for name, weight in model.items()}
+            read[step] = {name: full(weight) for name, weight in model.items()}
     return trained, averages, after, read, evaluate_run(config.train.run_dir, 4)["loss"]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from jobs import job, train, values
 
+from kforge_parallel.fsdp import full
 from kforge_testing import run_ranks
 
 EXPERTS = {
@@ -18,20 +19,16 @@ EXPERTS = {
 EP = {"parallel__ep": 2}
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
 def everything(parts):
     """Weights, biases and the optimizer's state, in full."""
-    found = {f"model.{name}": whole(tensor) for name, tensor in parts.model.state_dict().items()}
+    found = {f"model.{name}": full(tensor) for name, tensor in parts.model.state_dict().items()}
 
     def walk(path, value):
         if isinstance(value, dict):
             for key, inner in value.items():
                 walk(f"{path}.{key}", inner)
         elif isinstance(value, torch.Tensor):
-            found[path] = whole(value)
+            found[path] = full(value)
 
     walk("optim", parts.optimizer.state_dict())
     return found

@@ -18,6 +18,7 @@ from kforge_ckpt.export import SafetensorsFolder
 from kforge_data import DataConfig, train_tokenizer
 from kforge_model import ModelConfig, Transformer, config_from_hf, config_to_hf, to_hf
 from kforge_model.hf import FAMILIES, family_of
+from kforge_parallel.fsdp import full
 from kforge_testing import RankFailure, run_ranks
 from kforge_train import ConfigError, JobConfig
 from kforge_train.cli import main
@@ -195,10 +196,6 @@ def trained_and_averages(rank, world, config):
     from kforge_train.build import build
     from kforge_train.trainer import Trainer
 
-    def whole(tensor):
-        tensor = tensor.detach()
-        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-
     with build(config) as parts:
         if rank == 0:
             save_config(config)
@@ -208,9 +205,9 @@ def trained_and_averages(rank, world, config):
         trainer.save()
         parts.checkpointer.wait()
         names = [name for name, _ in parts.model.named_parameters()]
-        trained = {name: whole(parts.optimizer.full_weight(name)) for name in names}
+        trained = {name: full(parts.optimizer.full_weight(name)) for name in names}
         with parts.optimizer.evaluation_weights():
-            return trained, {name: whole(parts.optimizer.full_weight(name)) for name in names}
+            return trained, {name: full(parts.optimizer.full_weight(name)) for name in names}
 
 
 AVERAGES = {

@@ -3,6 +3,7 @@
 import torch
 from jobs import job
 
+from kforge_parallel.fsdp import full
 from kforge_testing import run_ranks
 
 
@@ -17,19 +18,15 @@ def five_steps(rank, world, config):
         step, gradients = parts.optimizer.step, {}
 
         def noted(**scalars):
-            gradients.update({name: whole(p.grad) for name, p in parts.model.named_parameters()})
+            gradients.update({name: full(p.grad) for name, p in parts.model.named_parameters()})
             step(**scalars)
 
         parts.optimizer.step = noted
         for _ in range(6):
-            weights = {name: whole(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
+            weights = {name: full(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
             found.append((weights, dict(gradients)))
             trainer.step()
     return found
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def test_one_process_trains_the_same_bits(tokens, tmp_path):

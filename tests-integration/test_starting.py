@@ -5,6 +5,7 @@ import torch
 from jobs import job, train, values
 
 from kforge_ckpt import Checkpointer
+from kforge_parallel.fsdp import full
 from kforge_testing import RankFailure, run_ranks
 
 FRESH = {"train__seed": 5, "train__steps": 2}
@@ -18,15 +19,10 @@ def restored(rank, world, config):
     with build(config) as parts:
         trainer = Trainer(parts)
         trainer.restore()
-        weights = {name: whole(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
+        weights = {name: full(parts.optimizer.full_weight(name)) for name, _ in parts.model.named_parameters()}
         moments = parts.optimizer.state_dict()["state"].values()
-        assert not any(whole(state["exp_avg"]).any() for state in moments)
+        assert not any(full(state["exp_avg"]).any() for state in moments)
         return weights, trainer.next_step, parts.optimizer.schedule_step
-
-
-def whole(tensor):
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 class Read:
