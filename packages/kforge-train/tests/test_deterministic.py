@@ -21,7 +21,8 @@ from kforge_train.errors import ConfigError
     ids=str,
 )
 def test_what_sums_in_one_order_is_taken(env):
-    check_deterministic(env)
+    before = dict(env)
+    assert check_deterministic(env) is None and env == before
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ Whether a step counts is known after its gradients are: what it leaves over is k
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def orthonormal(p: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- one unit
 
 
-class Reduction:
+class Reduction(ABC):
     """The sum over replicas of the gradients of one FSDP unit, and what it has left over.
 
     Called with what the unit has reduced over its shards: a flat tensor of the parts of its parameters that this rank
@@ -127,14 +128,14 @@ class Reduction:
         if self.divide != 1:
             total.div_(self.divide)
 
+    @abstractmethod
     def reduce(self, total: Tensor, before: Mapping[str, Tensor]) -> State:
         """Sum ``total`` over replicas, in place; return what is left over."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def bytes_sent(self) -> int:
         """What this rank sends in one call."""
-        raise NotImplementedError
 
     def remember(self, state: State) -> None:
         """Keep tensors like these from call to call."""
