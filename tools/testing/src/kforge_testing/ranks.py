@@ -58,8 +58,9 @@ def run_ranks(
     folder = tempfile.mkdtemp(prefix="kforge-ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     workers: list[Any] = []
     pipes: list[Connection] = []
+    port = _held_port()
     try:
-        payload = pickle.dumps((args, list(sys.path), {"MASTER_PORT": str(_free_port()), **(env or {})}))
+        payload = pickle.dumps((args, list(sys.path), {"MASTER_PORT": str(port.getsockname()[1]), **(env or {})}))
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             worker = context.Process(
@@ -89,13 +90,21 @@ def run_ranks(
             worker.join()
         for pipe in pipes:
             pipe.close()
+        port.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def _held_port() -> socket.socket:
+    """A socket bound to a free port: rank 0 may listen there, and the kernel gives it to no one else meanwhile.
+
+    Bound with SO_REUSEADDR and not listening, it lets another such socket listen (torch's store is one), while
+    connections and ``bind(0)`` of other processes pass it by. A port that is only looked up may be gone again
+    before rank 0 opens it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
