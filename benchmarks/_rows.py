@@ -41,6 +41,8 @@ class Row:
     timed_steps: int = 20
     target: float | None = None
     """Tokens/s per GPU that the row is to reach."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the job, with their section before a dot; they go before all above."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -78,6 +80,7 @@ class Row:
             "ckpt.mode": "sync",  # nothing is saved; in the background, host memory would be pinned for it meanwhile
             "train.run_dir": run_dir,
             "train.steps": steps,
+            **self.job,
         }
 
 

@@ -28,6 +28,7 @@ class Clock:
         self.cuda = torch.cuda if device.type == "cuda" else None
         self.marks: list[Any] = []
         self.first_step_s = 0.0
+        self.peak_bytes = 0
 
     def mark(self) -> None:
         if self.cuda is None:
@@ -35,6 +36,7 @@ class Clock:
         else:
             self.marks.append(self.cuda.Event(enable_timing=True))
             self.marks[-1].record()
+            self.peak_bytes = max(self.peak_bytes, self.cuda.max_memory_allocated(self.device))
         if len(self.marks) == 1:
             self.wait()
             self.first_step_s = time.time() - self.started
@@ -53,7 +55,8 @@ class Clock:
 
 
 def run_trainer(row: Row, tokens: str, run_dir: str, started: float, trace: bool) -> dict[str, Any]:
-    """The row through `Trainer.run`, without its last checkpoint."""
+    """The row through `Trainer.run`, without its last checkpoint. Of several processes each has its own times and peak;
+    what was logged is rank 0's alone."""
     import torch
 
     from kforge_metrics import read_events
@@ -78,7 +81,7 @@ def run_trainer(row: Row, tokens: str, run_dir: str, started: float, trace: bool
             with torch.profiler.profile(activities=kinds) as profile:
                 verdict = super().step()
                 clock.wait()
-            path = Path(run_dir, "trace.json")
+            path = Path(run_dir, f"trace-{parts.mesh.rank}.json")
             profile.export_chrome_trace(str(path))
             import _trace
 
@@ -99,16 +102,20 @@ def run_trainer(row: Row, tokens: str, run_dir: str, started: float, trace: bool
         if code != exitcodes.OK:
             raise RuntimeError(f"the run ended with exit code {code}")
         found["step_s"] = clock.step_seconds(row.warmup_steps, row.timed_steps)
+        found["peak_bytes"] = clock.peak_bytes
         memory = torch.cuda.memory_stats(device) if clock.cuda else {}
         found["reserved_bytes"] = memory.get("reserved_bytes.all.peak", 0)
         # A retry means that memory of one stream's pool was given back to be had in another's: it waits for the device.
         found["allocator"] = {key: memory.get(key, 0) for key in ("num_alloc_retries", "num_sync_all_streams")}
+        rank = parts.mesh.rank
+    found["start_s"] = {"imported": imported, "built": built, "first step": clock.first_step_s}
+    if rank:
+        return found
     logged = [event.values for event in read_events(Path(run_dir, "events.jsonl")) if event.kind == "step"]
     found["losses"] = [values["loss"] for values in logged]
     found["skipped"] = sum(values["skipped"] for values in logged)
     found["data_s"] = max(values["data_s"] for values in logged[1:])
-    found["peak_bytes"] = max(values["peak_memory_bytes"] or 0 for values in logged)
-    found["start_s"] = {"imported": imported, "built": built, "first step": clock.first_step_s}
+    found["peak_bytes"] = max(found["peak_bytes"], *(values["peak_memory_bytes"] or 0 for values in logged))
     return found
 
 

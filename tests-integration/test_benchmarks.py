@@ -152,3 +152,46 @@ def test_the_comparison_of_losses_runs_on_a_cpu(tokens, tmp_path):
     assert rows["split"]["value"] == pytest.approx(rows["fp32, seed 1"]["value"], abs=1e-3)
     assert 0 < rows["fp8 from fp32"]["value"] != rows["fp8, planted fault from fp32"]["value"]
     assert (tmp_path / "loss-smoke.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_layouts_are_timed_beside_a_plain_script(tmp_path):
+    words = ["--tiny", "--gpus", "2", "--rows", "fsdp-fp32", "--out", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "multi_gpu.py"), *words]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = check_form(tmp_path / "multi_gpu-tiny.json", "multi_gpu-tiny")
+    assert rows.keys() == {"by-hand, 2 GPUs", "fsdp-fp32, 2 GPUs", "fsdp-fp32, 2 GPUs / by-hand"}
+    mine, plain = rows["fsdp-fp32, 2 GPUs"], rows["by-hand, 2 GPUs"]
+    assert rows["fsdp-fp32, 2 GPUs / by-hand"]["value"] == pytest.approx(plain["value"] / mine["value"])
+    assert mine["config"]["tokens_per_step"] == 256 and len(mine["parts"]["peak_gb"]) == 2
+    # Both start from the same weights and read the same rows.
+    assert plain["parts"]["losses"][0] == pytest.approx(mine["parts"]["losses"][0], rel=0.02)
+    assert str(tmp_path) not in (tmp_path / "multi_gpu-tiny.json").read_text()
+
+
+def test_what_was_measured_on_several_gpus_before_an_interruption_is_kept(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from multi_gpu import Session, in_order, measure
+
+    session = Session(tmp_path, 4, True)
+    asked = []
+
+    def run(name):
+        asked.append(name)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        found = {"step_s": [0.5, 0.25], "peak_bytes": 1, "losses": [2.0, 1.0], "start_s": {}, "gpu": None, "cost_s": 1}
+        return [{**found, "step_s": [0.5 + rank, 0.25]} for rank in range(session.processes(name))]
+
+    session.run = run
+    order = in_order(["fsdp", "hsdp", "moe-ep4"], session, {})
+    assert order == ["one-8b", "fsdp", "hsdp", "one-moe", "moe-ep4"]
+    measured = measure(order, session, {})
+    assert list(measured) == ["one-8b", "fsdp"]
+    one, (speed, ratio) = measured["one-8b"][0]["value"], measured["fsdp"]
+    assert one == pytest.approx((128 / 0.5 + 128 / 0.25) / 2)
+    assert speed["value"] == pytest.approx((512 / 3.5 + 512 / 0.25) / 2 / 4)  # the slowest rank's time
+    assert ratio["row"] == "fsdp, 4 GPUs / one" and ratio["value"] == pytest.approx(speed["value"] / one)
+    assert ratio["target"] == 0.95
+    kept = {"8b, 1 GPU": measured["one-8b"][0]}
+    assert in_order(["hsdp"], session, kept) == ["hsdp"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -135,6 +136,26 @@ def test_public_names_are_those_of_the_snapshot() -> None:
 def test_the_readme_quotes_the_kept_results() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert tool("performance").written(readme) == readme, "run python tools/performance.py --write"
+
+
+def test_several_gpus_have_a_table_once_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    performance = tool("performance")
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    assert performance.on_several_gpus() == []
+    rows = [
+        {"row": "fsdp, 4 GPUs", "value": 12000.0, "unit": "tokens/s/GPU", "spread": 50.0, "target": 11400.0},
+        {"row": "fsdp, 4 GPUs / one", "value": 0.96, "unit": "ratio", "spread": None, "target": 0.95},
+        {"row": "fsdp-fp32, 4 GPUs / by-hand", "value": 0.9, "unit": "time ratio", "spread": None, "target": 1.0},
+        {"row": "fsdp, 4 GPUs: mfu", "value": 0.5, "unit": "1", "spread": None, "target": None},
+    ]
+    rows = [{"better": "lower" if "hand" in row["row"] else "higher", **row} for row in rows]
+    rows[0]["parts"] = {"mfu": 0.5, "peak_gb": [70.2, 71.4]}
+    environment = {"gpu": "GPU", "torch": "2.13", "date": "today"}
+    (tmp_path / "multi_gpu.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    table = performance.on_several_gpus()
+    assert "| fsdp, 4 GPUs | 12,000 (50) | 0.96 | 0.95 | 50.0% | 71 |" in table
+    assert "| fsdp-fp32, 4 GPUs / by-hand | 0.9 | time ratio | ≤ 1 |" in table
+    assert not any("/ one |" in line or "mfu" in line for line in table)
 
 
 def test_differences_of_public_names_are_told() -> None:

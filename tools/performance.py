@@ -102,7 +102,35 @@ def section() -> str:
         else:
             target = ("≥ " if row["better"] == "higher" else "≤ ") + number(row["target"])
         lines.append(f"| {what} | {with_spread(row)} | {target} | `{COMMANDS[name]}` |")
-    return "\n".join(lines)
+    return "\n".join(lines + on_several_gpus())
+
+
+def on_several_gpus() -> list[str]:
+    """The table of benchmarks/multi_gpu.py; nothing before it was first run."""
+    if not (RESULTS / "multi_gpu.json").exists():
+        return []
+    environment, rows = read("multi_gpu")
+    lines = [
+        "",
+        f"Several {environment['gpu']} of one host, torch {environment['torch']}, {environment['date']}; as many",
+        "tokens a GPU as on one. `python benchmarks/multi_gpu.py --rows all`",
+        "",
+        "| row | tokens/s a GPU | / one GPU | target | MFU | peak GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        if row["unit"] == "tokens/s/GPU":
+            ratio = rows.get(f"{name} / one", {"value": None, "target": None})
+            parts = row["parts"]
+            cells = (name, with_spread(row), number(ratio["value"]), number(ratio["target"]), f"{parts['mfu']:.1%}")
+            lines.append(f"| {' | '.join(cells)} | {max(parts['peak_gb']):.0f} |")
+    others = [row for name, row in rows.items() if row["unit"] != "tokens/s/GPU" and not name.endswith(" / one")]
+    aimed = [row for row in others if row["target"] is not None]
+    lines += ["", "| several GPUs | value | unit | target |", "|---|---|---|---|"] if aimed else []
+    for row in aimed:
+        sign = "≥" if row["better"] == "higher" else "≤"
+        lines.append(f"| {row['row']} | {with_spread(row)} | {row['unit']} | {sign} {number(row['target'])} |")
+    return lines
 
 
 def written(readme: str) -> str:
