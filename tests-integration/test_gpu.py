@@ -189,3 +189,48 @@ def test_two_deterministic_runs_have_the_same_bits(tokens, tmp_path, kind):
         (bits,) = run_ranks(trained_bits, 1, config, init=False, timeout_s=300)
         seen.append([bits, *(values(tmp_path / name, what) for what in ("loss", "grad_norm"))])
     assert seen[0] == seen[1] and len(seen[0][1]) == 8
+
+
+STEADY = {
+    "plain": {"data__isolate_documents": False},
+    "packed": {},
+    "split": {"parallel__storage": "split", "optim__moments": "bf16"},
+    "fp8-split": {"parallel__storage": "split", "parallel__fp8": "tensorwise"},
+    "fp8-rowwise": {"parallel__fp8": "rowwise"},
+    "experts": {"model__n_experts": 4, "model__router_bias": True},
+    "experts-compiled": {"model__n_experts": 4, "parallel__compile": True},
+    "compiled": {"parallel__compile": True, "data__microbatch_rows": 4},
+    "recompute": {"parallel__recompute": "full", "data__microbatch_rows": 2},
+    "muon": {"optim__name": "muon"},
+    "lion": {"optim__name": "lion", "optim__clip_value": 1.0},
+    "schedule-free": {"optim__name": "schedule_free"},
+    "averages": {"optim__ema_decay": 0.9},
+}
+
+
+def steps_without_waiting(rank, world, config, warm):
+    """The exit code of a run in which, after ``warm`` steps, waiting for the device raises."""
+    import torch
+
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    class Steady(Trainer):
+        def step(self):
+            torch.cuda.set_sync_debug_mode("error" if self.next_step >= warm else "default")
+            try:
+                return super().step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    with build(config) as parts:
+        return Steady(parts).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", STEADY)
+def test_a_steady_step_waits_for_nothing(tokens, tmp_path, kind):
+    changes = {**common(), "data__row_tokens": 128, "train__steps": 12, "parallel__precision": "bf16", **STEADY[kind]}
+    config = job(tokens, tmp_path, **changes)
+    assert run_ranks(steps_without_waiting, 1, config, 5, init=False, timeout_s=300) == [0]
+    assert len(values(tmp_path, "loss")) == 12
