@@ -294,11 +294,46 @@ def host_torch(session: nox.Session) -> tuple[str, str]:
 @timed
 def gpu(session: nox.Session, package: str) -> None:
     """Tests marked gpu, on the host's own torch; nothing is downloaded (wheels: KFORGE_WHEELS, or built here)."""
+    show_host_torch(session)
+    install_on_host_torch(session, PACKAGES if package == "all" else [package, *siblings(package)])
+    chosen = [ROOT / "packages" / name / "tests" for name in PACKAGES if package in ("all", name)]
+    chosen += [ROOT / "tests-integration"] if package == "all" else []
+    pytest(session, *chosen, "-m", "gpu", none_is_fine=package != "all")
+
+
+@nox.session(venv_backend="virtualenv")
+@timed
+def gpu_multi(session: nox.Session) -> None:
+    """Parity over NCCL on the GPUs of this host (KFORGE_RANKS of them), and jobs that are stopped and killed there."""
+    show_host_torch(session)
+    device, ranks = os.environ.get("KFORGE_DEVICE", "cuda"), int(os.environ.get("KFORGE_RANKS", "0"))
+    if device == "cuda":
+        code = "import torch; print(torch.cuda.device_count())"
+        there = int(str(session.run("python", "-c", code, silent=True)).split()[-1])
+        if there < 2 or ranks > there:
+            session.error(
+                f"{max(ranks, 2)} GPUs are needed and torch sees {there} here; `nox -s gpu` is for one GPU, and "
+                "KFORGE_DEVICE=cpu KFORGE_RANKS=2 runs this session over gloo"
+            )
+        ranks = ranks or there
+    install_on_host_torch(session, PACKAGES)
+    env = {"KFORGE_DEVICE": device, "KFORGE_RANKS": str(max(ranks, 2))}
+    tests = ROOT / "tests-integration"
+    drills = (tests / "test_signals.py", f"{tests / 'test_faults.py'}::test_log_lines_are_those_of_a_run_never_stopped")
+    pytest(session, PARITY / "test_devices.py", *drills, "-m", "not gpu", "-rA", env=env)
+
+
+def show_host_torch(session: nox.Session) -> None:
+    """Let the session's Python import the host's torch."""
     torch_folder, version = host_torch(session)
     session.log(f"torch {version} of {torch_folder}")
     site = str(session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True))
     # An environment made from one does not see the packages of the first; a line of a .pth file shows them.
     Path(site.strip(), "_host_torch.pth").write_text(torch_folder + "\n")
+
+
+def install_on_host_torch(session: nox.Session, names: Iterable[str]) -> None:
+    """Install the wheels of packages and of the test harness, which are built here or lie in KFORGE_WHEELS."""
     folder = Path(os.environ.get("KFORGE_WHEELS") or Path(session.create_tmp(), "wheels")).resolve()
     if "KFORGE_WHEELS" not in os.environ:
         found = session.run("python", "-c", "import importlib.util as u; print(u.find_spec('hatchling'))", silent=True)
@@ -307,12 +342,8 @@ def gpu(session: nox.Session, package: str) -> None:
                 "no hatchling here to build wheels with; carry dist/ of `nox -s build`, named in KFORGE_WHEELS"
             )
         build_into(session, folder, "-t", "wheel")
-    names = PACKAGES if package == "all" else [package, *siblings(package)]
     wheels = [str(wheel(name, folder)) for name in [*names, "kforge-testing"]]
     session.install("--no-index", "--no-deps", "--force-reinstall", *wheels)
-    chosen = [ROOT / "packages" / name / "tests" for name in PACKAGES if package in ("all", name)]
-    chosen += [ROOT / "tests-integration"] if package == "all" else []
-    pytest(session, *chosen, "-m", "gpu", none_is_fine=package != "all")
 
 
 @nox.session(requires=["build"])

@@ -15,7 +15,8 @@ class Spread:
 
     row: Row
     kind: str = "row"
-    """What its processes do: row (the Trainer) or hand (`_by_hand`)."""
+    """What its processes do: row (the Trainer), hand (`_by_hand`), saves (in the background; `ckpt_train`), save (once)
+    or load (what another row saved)."""
     one: str | None = None
     """The row of h200.py, on one GPU, whose tokens/s are the 1 of its ratio; None: it fits none."""
     against: str | None = None
@@ -28,6 +29,10 @@ class Spread:
     """The MFU that it is to reach."""
     times: float | None = None
     """What the time of a step over that of `against` must not exceed."""
+    of: str | None = None
+    """The row whose checkpoint is loaded."""
+    fewer: int = 1
+    """Of the GPUs, one in so many is used."""
     trace: bool = False
     """Whether one more step is summed by kernel class."""
 
@@ -94,13 +99,24 @@ def rows_at(gpus: int) -> dict[str, Spread]:
     found["fsdp-1b-muon"] = dataclasses.replace(
         found["fsdp-1b-muon"], row=dataclasses.replace(muon, job={**muon.job, "optim.name": "muon"})
     )
+    add(small, "saves-1b", kind="saves")
+    add(small, "save-1b", kind="save")
+    for fewer in (2, 4):
+        if gpus % fewer == 0:
+            add(small, f"load-1b-by-1-in-{fewer}", kind="load", of="save-1b", fewer=fewer)
+
+    # A model of 70 B parameters has 80 such blocks, which do not fit; the time and memory of one tell those of all.
+    for blocks in (2, 4, 8, 16, 32):
+        shape = {"preset": "llama3.1-70b", "n_layers": blocks}
+        wide = Row(name="70b", model=shape, microbatch_rows=1, recompute="full", reshard_after_forward=True, **LEAN)
+        add(wide, f"70b-{blocks}-blocks")
     return {name: spread for name, spread in found.items() if gpus % spread.needs == 0}
 
 
 def toy(spread: Spread, gpus: int) -> Spread:
     """The same at a size that CPUs take in seconds."""
     row = tiny(spread.row)
-    model = {**row.model, "n_heads": 8, "n_kv_heads": 8, "n_layers": 2}
+    model = {**row.model, "n_heads": 8, "n_kv_heads": 8, "n_layers": 2, "vocab_size": 264}
     if "parallel.pp" in row.job:
         model["n_layers"] = 4 * gpus
     rows = 2 * gpus if spread.row.global_rows > 1 else 1

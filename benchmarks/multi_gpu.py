@@ -43,14 +43,17 @@ class Session:
         self.gpu: str | None = None
         self.failed: list[str] = []
         self.spreads = rows_at(gpus)
+        self.fewer = {name: spread.fewer for name, spread in self.spreads.items()}
         for spread in list(self.spreads.values()):
             if spread.one:
                 self.spreads[f"one-{spread.one}"] = Spread(row=ROWS[spread.one], needs=1)
         if is_tiny:
-            self.spreads = {name: toy(spread, self.processes(name)) for name, spread in self.spreads.items()}
+            self.spreads = {
+                name: toy(spread, gpus if name in self.fewer else 1) for name, spread in self.spreads.items()
+            }
 
     def processes(self, name: str) -> int:
-        return 1 if name.startswith("one-") else self.gpus
+        return 1 if name.startswith("one-") else self.gpus // self.fewer[name]
 
     def tokens(self, row: Row) -> Path:
         """Shards for the vocabulary of a row, written when first asked for."""
@@ -103,13 +106,21 @@ def end_with(command: list[str], environment: dict[str, str]) -> int:
 def child(name: str, session: Session, tokens: str, run_dir: str, started: float) -> None:
     """What one process of a row does; its numbers go to a file of its own."""
     import _by_hand
+    import _reshard
     import _timing
+    import ckpt_train
     import torch
 
     torch.set_float32_matmul_precision("high")  # as kforge_train.run sets it
     spread, rank = session.spreads[name], int(os.environ.get("RANK", "0"))
     if spread.kind == "hand":
         found = _by_hand.run(spread.row, tokens, started, rank, session.processes(name))
+    elif spread.kind == "saves":
+        every = 8 if session.tiny else 20
+        found = ckpt_train.saving(spread.row, every, tokens, Path(run_dir))
+    elif spread.kind in ("save", "load"):
+        saved = Path(tokens).parent / (spread.of or name)
+        found = _reshard.run(spread.row, tokens, run_dir, saved, spread.kind == "load")
     else:
         found = _timing.run_trainer(spread.row, tokens, run_dir, started, spread.trace)
     found["gpu"] = torch.cuda.get_device_name() if spread.row.device == "cuda" else None
@@ -122,14 +133,31 @@ def measure(names: list[str], session: Session, known: dict[str, dict[str, Any]]
     measured: dict[str, list[dict[str, Any]]] = {}
     try:
         for name in names:
+            if needs := too_large(name, session):
+                print(f"{name}: left out, it needs {needs / 1e9:.0f} GB of each GPU", flush=True)
+                continue
             ranks = session.run(name)
             if ranks:
-                found = lines_of(name, session, ranks, lines)
+                kind = session.spreads[name].kind
+                tell = lines_of if kind in ("row", "hand") else lines_of_checkpoints
+                found = tell(name, session, ranks, lines)
                 lines |= {line["row"]: line for line in found}
                 measured[name] = found
     except KeyboardInterrupt:
         print("interrupted: what is there is written", flush=True)
     return measured
+
+
+def too_large(name: str, session: Session) -> int:
+    """Bytes that a row needs, where they are more than a GPU has; else 0."""
+    from kforge_train.estimate import estimate_job
+
+    if session.tiny or session.spreads[name].kind == "hand":
+        return 0
+    import torch
+
+    needs = estimate_job(job(session.spreads[name].row, "tokens", "run"), session.processes(name))[1].peak
+    return needs if needs > torch.cuda.get_device_properties(0).total_memory else 0
 
 
 def in_order(names: list[str], session: Session, known: dict[str, dict[str, Any]]) -> list[str]:
@@ -139,6 +167,7 @@ def in_order(names: list[str], session: Session, known: dict[str, dict[str, Any]
         spread = session.spreads[name]
         wanted = [f"one-{spread.one}"] if spread.one else []
         wanted += [spread.against] if spread.against else []
+        order += [spread.of] if spread.of else []  # what it saved lives as long as this call
         order += [other for other in wanted if other in names or label(other, session) not in known]
         order.append(name)
     return list(dict.fromkeys(order))
@@ -212,6 +241,35 @@ def lines_of(
         found.append(_results.row(f"{called}: mfu", reached, "1", target=spread.mfu))
     if session.gpu:
         found.append(_results.row(f"{called}: peak memory", max(peaks), "GB", better="lower", reference=estimate))
+    if session.gpu and estimate:
+        ratio = estimate / max(peaks)
+        found.append(_results.row(f"{called}: memory, estimated / peak", ratio, "ratio", better="lower", reference=1.0))
+    return found
+
+
+def lines_of_checkpoints(
+    name: str, session: Session, ranks: list[dict[str, Any]], lines: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The numbers of a row that saves or loads: of the rank that it cost the most."""
+    import ckpt_train
+
+    spread, called = session.spreads[name], label(name, session)
+    if spread.kind == "saves":
+        return ckpt_train.lines(called, max(ranks, key=lambda found: found["cost of the second save s"]))
+    seconds = max(found["seconds"] for found in ranks)
+    size = ranks[0]["bytes"]
+    parts = {
+        "bytes": size,
+        "gb_per_s": size / seconds / 1e9,
+        "losses": ranks[0]["losses"],
+        "cost_s": ranks[0]["cost_s"],
+    }
+    found = [_results.row(f"{called}: seconds", seconds, "s", better="lower", parts=parts)]
+    saved = lines.get(f"{label(spread.of, session)}: seconds") if spread.of else None
+    if saved:
+        pairs = zip(parts["losses"], saved["parts"]["losses"], strict=True)
+        apart = max(abs(a - b) / b for a, b in pairs)
+        found.append(_results.row(f"{called}: loss apart", apart, "relative", better="lower", target=0.01))
     return found
 
 

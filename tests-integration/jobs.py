@@ -11,6 +11,9 @@ from kforge_metrics import read_events
 from kforge_train.resolve import resolve_config
 
 VOCAB = 61
+DEVICE = os.environ.get("KFORGE_DEVICE", "cpu")
+"""cuda: each rank has a GPU of its own (`nox -s gpu_multi`). Bits are compared, so the job is deterministic there."""
+ON_DEVICE = {"cpu": {}, "cuda": {"parallel.device": "cuda", "parallel.precision": "fp32", "train.deterministic": True}}
 
 
 def write_tokens(folder, documents, seed, vocab_size=VOCAB):
@@ -25,7 +28,8 @@ def write_tokens(folder, documents, seed, vocab_size=VOCAB):
 
 
 def job(tokens, run_dir, **overrides):
-    """A two-block model in float64 that logs every step. `overrides` use two underscores for the dot."""
+    """A two-block model in float64, on a GPU in float32, that logs every step. `overrides` write two underscores
+    for the dot."""
     fields = {
         "model.vocab_size": VOCAB,
         "model.dim": 16,
@@ -47,6 +51,7 @@ def job(tokens, run_dir, **overrides):
         "train.run_dir": str(run_dir),
         "train.steps": 6,
         "train.eval_rows": 16,
+        **ON_DEVICE[DEVICE],
     }
     return resolve_config(None, fields | {k.replace("__", "."): v for k, v in overrides.items()}).config
 

@@ -26,7 +26,7 @@ TOP_LEVEL = {
 }
 SESSIONS = {
     *("lint", "types", "tests", "integration", "chaos", "parity", "parity_full", "mutation"),
-    *("gpu", "torch211", "build", "lowest", "matrix", "bench", "quickstart"),
+    *("gpu", "gpu_multi", "torch211", "build", "lowest", "matrix", "bench", "quickstart"),
 }
 
 

@@ -241,7 +241,12 @@ class Variant:
     @property
     def reference(self) -> str:
         """What of it one process must be asked for."""
-        return f"{'packed' if self.packed else 'plain'}-{self.precision}-{self.rows}"
+        return f"{'packed' if self.packed else 'plain'}-{self.reference_precision}-{self.rows}"
+
+    @property
+    def reference_precision(self) -> str:
+        """bf16 is held against what one process computes in float32."""
+        return "fp32" if self.precision == "bf16" else self.precision
 
 
 FULL = {"recompute": "full"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,16 +18,18 @@ from kforge_model import ModelConfig, Transformer
 from kforge_optim import OptimConfig, build_optimizer, clip
 from kforge_parallel import ParallelConfig, launch, parallelize
 from kforge_parallel.fsdp import full
-from kforge_parallel.testing import LIMITS, Trajectory, differences
+from kforge_parallel.testing import Trajectory, differences
 from kforge_train.balance import update_balance
 from kforge_train.engine import build_engine, rows_of
 from kforge_train.evaluate import evaluate
 
 SEED = 3
 CLIP = 0.5
+DEVICE = os.environ.get("KFORGE_DEVICE", "cpu")
+"""cuda: each rank has a GPU of its own, and NCCL between them (`nox -s gpu_multi`)."""
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 # In float32 AdamW turns the rounding of small gradients into steps: smaller ones, and none where all is rounding.
-LR, EPS = {"fp64": 1e-2, "fp32": 1e-3}, {"fp64": 1e-8, "fp32": 1e-5}
+LR, EPS = {"fp64": 1e-2, "fp32": 1e-3, "bf16": 1e-3}, {"fp64": 1e-8, "fp32": 1e-5, "bf16": 1e-5}
 
 
 def optim_config(precision):
@@ -76,6 +79,11 @@ def microbatch(part, packed):
     return batch
 
 
+def on_device(batches, device):
+    """Microbatches with all tensors on a device."""
+    return [{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()} for batch in batches]
+
+
 def window(step, variant, data_rank, data_size):
     """The microbatches of one data rank."""
     count = variant.rows // data_size
@@ -89,7 +97,7 @@ def window(step, variant, data_rank, data_size):
 
 def parallel_config(layout, variant):
     sizes = {"dp_shard": 1, **LAYOUTS[layout]}
-    return ParallelConfig(device="cpu", precision=variant.precision, **sizes, **variant.parallel)
+    return ParallelConfig(device=DEVICE, precision=variant.precision, **sizes, **variant.parallel)
 
 
 def model_config(model):
@@ -131,14 +139,14 @@ def train_variant(layout, model, variant, mesh, heldout):
     engine = build_engine(spread, mesh, reduce_each=parallel_config(layout, variant).accumulate == "sharded")
     seen = Trajectory()
     for step in range(STEPS):
-        batches = window(step, variant, mesh.data_rank, mesh.data_size)
+        batches = on_device(window(step, variant, mesh.data_rank, mesh.data_size), mesh.device)
         loss = engine.forward_backward(batches, 1.0 / engine.scored_tokens(batches))
-        gradients = {n: full(p.grad) for n, p in spread.named_parameters() if p.grad is not None}
+        gradients = {n: full(p.grad).cpu() for n, p in spread.named_parameters() if p.grad is not None}
         seen.gradients.append(of_all_stages(gradients, mesh))
         norm, _ = clip.total_norm(spread, stages=mesh.pp_size, stages_holding=engine.copies, also=optimizer.groups)
         optimizer.step(scale=clip.clip_factor(norm, config.clip_norm))
         optimizer.zero_grad()
-        update_balance(spread, mesh, torch.ones(()), step, STEPS)
+        update_balance(spread, mesh, torch.ones((), device=mesh.device), step, STEPS)
         torch.distributed.all_reduce(loss)
         seen.losses.append(loss.item())
         seen.norms.append(norm.item())
@@ -164,13 +172,19 @@ def of_all_stages(tensors, mesh):
 def compare_variants(rank, world, layout, model, names, folder, fault=None):
     """Variant -> errors (`kforge_parallel.testing.differences`) that this rank sees."""
     mesh = start(layout, fault)
-    errors = {}
-    for name in names:
-        variant = VARIANTS[name]
-        want = torch.load(reference_path(folder, model, variant), weights_only=False)
-        got = train_variant(layout, model, variant, mesh, Path(folder) / "heldout")
-        errors[name] = differences(got, Trajectory(**want), LIMITS[variant.precision].measure)
-    return errors
+    return {name: errors_of(layout, model, VARIANTS[name], mesh, folder) for name in names}
+
+
+def errors_of(layout, model, variant, mesh, folder):
+    """`differences` from what one process computes; bf16 is held against fp32."""
+    want = torch.load(reference_path(folder, model, variant), weights_only=False)
+    got = train_variant(layout, model, variant, mesh, Path(folder) / "heldout")
+    return differences(got, Trajectory(**want), "max" if variant.precision == "fp64" else "norm")
+
+
+def compare_on_devices(rank, world, lines, folder):
+    """The same of many (layout, model, variant) of one number of processes, one after the other in one group."""
+    return [errors_of(layout, model, variant, start(layout), folder) for layout, model, variant in lines]
 
 
 # ------------------------------------------------------------------------------------------ on one process
@@ -199,14 +213,15 @@ def loss_of(model, batch, scale):
 def weights_of(model):
     """All that a model holds, whole."""
     with torch.no_grad():
-        return {name: full(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        return {name: full(tensor).cpu() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def train_plain(model, variant, heldout):
     """The same steps without kforge-parallel, kforge-train's engine, or kforge-optim's norm."""
-    plain = Transformer(model_config(model)).to(DTYPES[variant.precision])
+    precision = variant.reference_precision
+    plain = Transformer(model_config(model)).to(DTYPES[precision])
     plain.init_weights(SEED)
-    optimizer = build_optimizer(plain, optim_config(variant.precision), STEPS)
+    optimizer = build_optimizer(plain, optim_config(precision), STEPS)
     seen = Trajectory()
     for step in range(STEPS):
         (batch,) = window(step, replace(variant, accumulate=1, microbatch=None), 0, 1)
@@ -239,8 +254,9 @@ def train_plain(model, variant, heldout):
     return seen
 
 
-def write_references(rank, world, folder):
-    """A file for every model, kind of rows and precision in the table."""
-    wanted = {reference_path(folder, m, VARIANTS[v]): (m, VARIANTS[v]) for _, m, names in TABLE for v in names}
+def write_references(rank, world, folder, cases=None):
+    """A file for every model, kind of rows and precision of ``cases``, (model, variant) each; None: of the table."""
+    cases = [(model, VARIANTS[name]) for _, model, names in TABLE for name in names] if cases is None else cases
+    wanted = {reference_path(folder, *case): case for case in cases}
     for path, (model, variant) in wanted.items():
         torch.save(vars(train_plain(model, variant, Path(folder) / "heldout")), path)
