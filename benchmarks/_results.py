@@ -73,16 +73,23 @@ def merged(new: list[dict[str, Any]], path: Path, environment: dict[str, Any]) -
 
 
 def write(
-    name: str, rows: list[dict[str, Any]], environment: dict[str, Any], folder: Path = RESULTS, *, keep: bool = False
+    name: str,
+    rows: list[dict[str, Any]],
+    environment: dict[str, Any],
+    folder: Path = RESULTS,
+    *,
+    keep: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Write ``<folder>/<name>.json`` and print its rows. keep: of the file that is there, keep the rows that are not
-    among these (`merged`)."""
+    among these (`merged`). quiet: print nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     rows = merged(rows, path, environment) if keep else rows
     result = {"benchmark": name, "environment": environment, "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    show(rows)
+    if not quiet:
+        show(rows)
     return path
 
 

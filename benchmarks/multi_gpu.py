@@ -7,8 +7,8 @@
 Each row is timed in processes of its own, one a GPU, through the real Trainer on real shards; `by-hand` is torch's
 fully_shard in a plain loop. A row that is held against one GPU, or against another row, has that timed as well, in the
 same call, unless results/multi_gpu.json has it from this machine and torch (--again: then too). Tokens a GPU are those
-of the row on one GPU. Rows measured so far are kept when a call is cut short (SIGTERM), and so are those of earlier
-calls.
+of the row on one GPU. A row is written as soon as it is measured, so that those of a call that is cut short are kept,
+and so are those of earlier calls.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,14 @@ def child(name: str, session: Session, tokens: str, run_dir: str, started: float
     Path(run_dir, f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def measure(names: list[str], session: Session, known: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Row -> its lines in the result. known: lines of an earlier call that need not be measured for a ratio."""
+def measure(
+    names: list[str],
+    session: Session,
+    known: dict[str, dict[str, Any]],
+    keep: Callable[[list[dict[str, Any]]], Any] = lambda lines: None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Row -> its lines in the result, which ``keep`` gets as soon as they are there. known: lines of an earlier call
+    that need not be measured for a ratio."""
     lines = dict(known)
     measured: dict[str, list[dict[str, Any]]] = {}
     try:
@@ -143,6 +150,7 @@ def measure(names: list[str], session: Session, known: dict[str, dict[str, Any]]
                 found = tell(name, session, ranks, lines)
                 lines |= {line["row"]: line for line in found}
                 measured[name] = found
+                keep(found)
     except KeyboardInterrupt:
         print("interrupted: what is there is written", flush=True)
     return measured
@@ -325,9 +333,13 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit keeps what has been measured
         result = "multi_gpu-tiny" if options.tiny else "multi_gpu"
         known = known_lines(options.out / f"{result}.json", session)
-        measured = measure(in_order(names, session, {} if options.again else known), session, known)
+
+        def keep(lines: list[dict[str, Any]], quiet: bool = True) -> None:
+            _results.write(result, lines, _results.environment(session.gpu), options.out, keep=True, quiet=quiet)
+
+        measured = measure(in_order(names, session, {} if options.again else known), session, known, keep)
     rows = [line for lines in measured.values() for line in lines]
-    _results.write(result, rows, _results.environment(session.gpu), options.out, keep=True)
+    keep(rows, quiet=False)
     if session.failed:
         print("failed: " + ", ".join(session.failed))
     return 1 if session.failed else 0

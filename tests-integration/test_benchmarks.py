@@ -186,8 +186,9 @@ def test_what_was_measured_on_several_gpus_before_an_interruption_is_kept(tmp_pa
     session.run = run
     order = in_order(["fsdp", "hsdp", "moe-ep4"], session, {})
     assert order == ["one-8b", "fsdp", "hsdp", "one-moe", "moe-ep4"]
-    measured = measure(order, session, {})
-    assert list(measured) == ["one-8b", "fsdp"]
+    kept = []
+    measured = measure(order, session, {}, kept.extend)
+    assert list(measured) == ["one-8b", "fsdp"] and kept == [*measured["one-8b"], *measured["fsdp"]]
     one, (speed, ratio) = measured["one-8b"][0]["value"], measured["fsdp"]
     assert one == pytest.approx((128 / 0.5 + 128 / 0.25) / 2)
     assert speed["value"] == pytest.approx((512 / 3.5 + 512 / 0.25) / 2 / 4)  # the slowest rank's time
