@@ -275,3 +275,50 @@ def test_preparing_synchronous_saves_takes_nothing(tmp_path: Path) -> None:
     ckpt = Checkpointer(tmp_path)
     ckpt.prepare({"box": Box(t=torch.zeros(3))})
     assert ckpt._memory is None
+
+
+def test_a_restore_waits_for_the_copy_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    box = Box(t=torch.ones(100_000))
+    ckpt = Checkpointer(tmp_path, mode="async", overlap=True, staging_bytes=1)
+    ckpt.save(1, {"box": box})
+    ckpt.wait()
+    box.values["t"].fill_(2.0)
+    may_write = threading.Event()
+    write_block = files.write_block
+
+    def slowly(file: Any, block: Any) -> None:
+        may_write.wait()
+        write_block(file, block)
+
+    monkeypatch.setattr(files, "write_block", slowly)
+    ckpt.save(2, {"box": box})
+    staged = ckpt.staged
+    monkeypatch.setattr(ckpt, "staged", lambda: (may_write.set(), staged()))
+    ckpt.restore({"box": box}, step=1)
+    may_write.set()
+    ckpt.close()
+    assert box.values["t"].eq(1.0).all()
+    ckpt.restore({"box": box}, step=2)
+    assert box.values["t"].eq(2.0).all()
+
+
+def test_another_checkpointer_of_the_process_leaves_a_save_under_way_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write_block = files.write_block
+
+    def slowly(file: Any, block: Any) -> None:
+        if threading.current_thread().name.startswith("ckpt-save"):
+            may_write.wait()
+        write_block(file, block)
+
+    monkeypatch.setattr(files, "write_block", slowly)
+    one, two = Checkpointer(tmp_path, mode="async"), Checkpointer(tmp_path)
+    one.save(1, {"box": Box(t=torch.ones(3))})
+    two.save(2, {"box": Box(t=torch.ones(3))})
+    two.close()
+    may_write.set()
+    one.close()
+    assert one.steps() == [1, 2] and sorted(path.name for path in tmp_path.glob("*.tmp*")) == []

@@ -105,6 +105,17 @@ def test_per_rank_values_come_back_as_a_list(tmp_path: Path) -> None:
     assert box.values["none"] == [None]
 
 
+def test_a_step_below_a_later_one_is_saved_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ckpt, net = Checkpointer(tmp_path, keep_last=2), nn.Linear(2, 2)
+    for step in (10, 20, 30):
+        ckpt.save(step, {"model": net})
+    assert "a restore takes" not in caplog.text
+    ckpt.restore({"model": net}, step=20)
+    ckpt.save(21, {"model": net})
+    assert "step 21 is saved, but a restore takes step 30" in caplog.text
+    assert ckpt.steps() == [21, 30]
+
+
 def test_a_committed_step_is_never_rewritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ckpt = Checkpointer(tmp_path)
     assert ckpt.save(1, {"box": Box(n=1)}) is True

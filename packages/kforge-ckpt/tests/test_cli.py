@@ -72,11 +72,12 @@ def test_cp_rm_merge_and_export(run: Path, tmp_path: Path, capsys: pytest.Captur
     [
         (["ls", "nowhere"], "holds no committed checkpoint"),
         (["show", "nowhere"], "holds no committed checkpoint"),
-        (["verify", "--all", "nowhere"], "no committed checkpoint to verify"),
+        (["verify", "--all", "{run}", "nowhere"], "nowhere holds no committed checkpoint to verify"),
         (["rm", "{run}", "10", "20"], "say --all"),
         (["export", "{run}", "{run}/out", "--dtype", "int8"], "'int8' is no floating-point dtype"),
         (["export", "{run}", "{run}/out", "--state", "optim"], "no state 'optim'; there are model"),
         (["export", "{run}", "{run}/out", "--max-file-gb", "0"], "must be above 0"),
+        (["export", "{run}", "{run}/out", "--max-file-gb", "inf"], "must be above 0, and a number"),
         (["merge", "{run}@10", "--out", "{run}"], "two checkpoints at least"),
         (["cp", "{run}@10", "{run}"], "holds a checkpoint of step 10 already"),
     ],
@@ -85,6 +86,14 @@ def test_mistakes_are_one_line(run: Path, arguments: list[str], words: str, caps
     assert main([argument.format(run=run) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"kforge-ckpt {arguments[0]}: error: ") and words in error and error.count("\n") == 1
+
+
+def test_a_pattern_that_is_none_is_a_mistake_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["show", str(run), "--tensors", "["])
+    assert stopped.value.code == 2 and "'[' is no regular expression" in capsys.readouterr().err
+    assert main(["show", str(run), "--tensors"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2
 
 
 def test_help_needs_no_torch() -> None:

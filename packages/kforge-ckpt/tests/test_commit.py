@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +42,8 @@ def test_a_step_in_two_paddings_is_the_one_that_we_write(tmp_path: Path) -> None
 
 
 def test_cleaning_removes_dead_stagings_by_their_exact_name(tmp_path: Path) -> None:
-    dead = commit.stage(tmp_path, 3)
+    dead = tmp_path / "step_00000003.tmp-1a2b3c4d"
+    dead.mkdir()
     (dead / "half").write_bytes(b"x")
     for name in ("step_00000003.tmp", "step_00000003.tmp-xyz", "step_3.tmp-12345678.bak", "notes"):
         (tmp_path / name).mkdir()
@@ -147,3 +151,29 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path, name: str) -> None:
     (folder / "COMMITTED").write_text(json.dumps({"format": 1, "step": 1, "manifest": checksum_text(checksum(data))}))
     with pytest.raises(DamagedCheckpointError, match="no file of a checkpoint"):
         commit.Contents(folder)
+
+
+def test_a_link_to_nowhere_and_what_goes_away_hide_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 1)
+    (tmp_path / "best").symlink_to("step_00000099")
+    assert list(commit.committed(tmp_path)) == [1]
+    scandir = os.scandir
+
+    def then_gone(path: Path) -> Any:
+        found = list(scandir(path))
+        (tmp_path / ".latest.tmp").unlink(missing_ok=True)
+        return nullcontext(iter(found))
+
+    (tmp_path / ".latest.tmp").write_text("as a save does between two looks of a reader")
+    monkeypatch.setattr(os, "scandir", then_gone)
+    assert list(commit.committed(tmp_path)) == [1]
+
+
+def test_what_is_under_way_in_this_process_is_not_left_behind(tmp_path: Path) -> None:
+    folder = commit.stage(tmp_path, 1)
+    assert commit.leftovers(tmp_path) == []
+    commit.discard(folder)
+    folder.mkdir()
+    assert commit.leftovers(tmp_path) == [folder]

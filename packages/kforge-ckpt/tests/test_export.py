@@ -85,6 +85,17 @@ def test_folders_that_are_not_whole(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
+def test_an_export_that_fails_can_be_done_again(tmp_path: Path) -> None:
+    def broken(name: str) -> torch.Tensor:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path, SPECS, broken)
+    assert list(tmp_path.iterdir()) == []
+    write_folder(tmp_path, SPECS, TENSORS.__getitem__)
+    assert SafetensorsFolder(tmp_path)["embed"].equal(TENSORS["embed"])
+
+
 def test_dtypes_by_name() -> None:
     assert dtype_of("bfloat16") is dtype_of("BF16") is torch.bfloat16
     for text in ("int8", "I64", "Tensor", "x"):

@@ -103,7 +103,7 @@ def test_readers_see_committed_ones_only_and_the_next_save_sweeps(url: str) -> N
     ckpt = Checkpointer(url)
     ckpt.save(1, {"box": box(1)})
     ckpt.close()
-    half = commit.stage(root, 2)
+    half = root / "step_00000002-1a2b3c4d"
     write_file(half / "tensors-00000.safetensors", [b"half"])
     other = root / "step_00000003"  # no name of ours
     write_file(other / "notes", [b"mine"])

@@ -15,6 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from kforge_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, PerRank, StateMismatchError, tools
 from kforge_testing import run_ranks
 
+KINDS = {"i": torch.int64, "u": torch.uint64}
+
 
 def save(root: Path, step: int, **values: Any) -> None:
     ckpt = Checkpointer(root, keep_last=99)
@@ -28,6 +30,10 @@ def test_a_place_is_a_folder_a_step_or_the_newest(tmp_path: Path) -> None:
     assert tools.open_checkpoint(tmp_path).contents.step == 200
     assert tools.open_checkpoint(f"{tmp_path}@30").contents.step == 30
     assert tools.open_checkpoint(tmp_path / "step_00000005").contents.step == 5
+    for folder in ("me@host/run", "run@2"):
+        save(tmp_path / folder, 1, t=torch.zeros(1))
+        assert tools.open_checkpoint(tmp_path / folder).contents.step == 1
+        assert tools.open_checkpoint(f"{tmp_path / folder}@1").contents.step == 1
     for place, words in (
         (f"{tmp_path}@7", "no committed checkpoint of step 7; there are 5, 30, 200"),
         (f"{tmp_path}@new", "what follows @ must be a step"),
@@ -94,9 +100,24 @@ def test_differences_are_named_and_measured(tmp_path: Path) -> None:
         "model.new": "only in the second",
         "model.shape": "F32 [2] and F32 [3]",
         "other.n": "1 and 2",
+        "other.r": "differs on rank 0",
     }
     assert (found["model.a"].absolute, found["model.a"].relative) == (0.5, 0.125)
     assert list(tools.differences(one, tools.open_checkpoint(f"{tmp_path}@1"))) == []
+
+
+def test_differences_that_float64_does_not_see_and_those_of_ranks(tmp_path: Path) -> None:
+    for step in (0, 1):
+        values = {name: torch.tensor([2**62, 2**62 + 3 * step]).to(kind) for name, kind in KINDS.items()}
+        save(tmp_path, step, **values)
+        ckpt = Checkpointer(tmp_path / "ranks")
+        ckpt.save(step, {"box": Box(same=PerRank({"t": torch.tensor(math.nan)}), t=PerRank([torch.tensor(step)]))})
+        ckpt.close()
+    one, two = (tools.open_checkpoint(f"{tmp_path}@{step}") for step in (0, 1))
+    found = {difference.name: difference.absolute for difference in tools.differences(one, two)}
+    assert found == {"model.i": 3.0, "model.u": 3.0, "other.n": None, "other.r": None}
+    one, two = (tools.open_checkpoint(f"{tmp_path / 'ranks'}@{step}") for step in (0, 1))
+    assert [(one.name, one.text) for one in tools.differences(one, two)] == [("box.t", "differs on rank 0")]
 
 
 def test_a_difference_of_layout_is_none(tmp_path: Path) -> None:
@@ -147,6 +168,7 @@ def test_an_average_is_that_of_float64(tmp_path: Path) -> None:
     places = [f"{tmp_path / 'run'}@{step}" for step in range(3)]
     assert tools.average(places, tmp_path / "mean") == tmp_path / "mean" / "step_00000002"
     assert tools.average(places, tmp_path / "weighted", weights=[1, 0, 3]).is_dir()
+    assert (tmp_path / "mean" / "latest").read_text() == "step_00000002\n"
     box = Box(t=torch.zeros(50, dtype=torch.bfloat16), count=torch.tensor(9), n=9)
     for name, weights in (("mean", (1 / 3, 1 / 3, 1 / 3)), ("weighted", (0.25, 0.0, 0.75))):
         Checkpointer(tmp_path / name).restore({"model": box}, verify="full")

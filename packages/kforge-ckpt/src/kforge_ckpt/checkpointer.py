@@ -221,8 +221,13 @@ class Checkpointer:
             if self.mode == "sync":
                 self._finish(ranks, job, self._direct(job))
                 return True
-            beside = self._ranks_beside()
-            staging = self._staging = self._copy(job)
+            try:
+                beside = self._ranks_beside()
+                staging = self._staging = self._copy(job)
+            except BaseException:
+                if ranks.rank == 0:
+                    commit.discard(folder)
+                raise
             self._saving.start(f"ckpt-save-{step}", lambda: self._finish(beside, job, self._staged(job, staging)))
             if passing or not self.overlap:
                 self.staged()
@@ -344,6 +349,14 @@ class Checkpointer:
         seconds = time.perf_counter() - job.started
         try:
             found = commit.committed(self.dir)
+            if later := sorted(step for step in found if step > job.step and step not in self._damaged):
+                logger.warning(
+                    "step %d is saved, but a restore takes step %d, which is in %s too: to go on from an earlier step, "
+                    "remove the later ones first (kforge-ckpt rm), or save to another folder",
+                    job.step,
+                    later[-1],
+                    self.dir,
+                )
             self._tell("checkpoint_saved", step=job.step, seconds=seconds, bytes=size, path=str(found[job.step]))
             commit.point_latest(self.dir, found[max(found)])
             aside = self._put_aside(found, job.step)
@@ -449,6 +462,7 @@ class Checkpointer:
         """
         if verify not in ("fast", "full"):
             raise ValueError(f"verify = {verify!r} does not exist; there are 'fast' and 'full'")
+        self.staged()  # a save that is still copying tensors would take what is restored into them
         ranks = self._ranks()
         what = f"nothing was restored from {self.dir}"
         found = ranks.first(what, lambda: self._choose(step))

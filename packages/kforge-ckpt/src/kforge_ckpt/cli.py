@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -51,7 +52,14 @@ def parser() -> argparse.ArgumentParser:
 
     show = _command(commands, "show", _show, "what a checkpoint holds")
     show.add_argument("checkpoint", help=WHICH)
-    show.add_argument("--tensors", metavar="PATTERN", nargs="?", const="", help="list tensors, those that match")
+    show.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        nargs="?",
+        const=re.compile(""),
+        type=_pattern,
+        help="list tensors, those that match",
+    )
 
     verify = _command(commands, "verify", _verify, "read checkpoints whole, and compare each byte with its checksum")
     verify.add_argument("checkpoint", nargs="+", help=WHICH)
@@ -103,6 +111,13 @@ def _place(text: str) -> Place:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
 def _ls(arguments: argparse.Namespace) -> int:
     from kforge_ckpt.errors import CheckpointError
     from kforge_ckpt.tools import listing
@@ -129,7 +144,7 @@ def _show(arguments: argparse.Namespace) -> int:
     saved = open_checkpoint(arguments.checkpoint)
     if arguments.tensors is not None:
         for name, stored in sorted(saved.index.items()):
-            if re.search(arguments.tensors, name):
+            if arguments.tensors.search(name):
                 print(f"{name}  {stored.dtype}  {list(stored.shape)}  in {len(stored.chunks)}")
         return 0
     about = saved.contents.json(META)
@@ -153,9 +168,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folders: list[Place] = []
     for where in arguments.checkpoint:
-        folders += committed(_place(where)).values() if arguments.all else [find(where)]
-    if not folders:
-        raise CheckpointError("there is no committed checkpoint to verify")
+        found = committed(_place(where)).values() if arguments.all else [find(where)]
+        if not found:
+            raise CheckpointError(f"{where} holds no committed checkpoint to verify")
+        folders += found
     damaged = 0
     for folder in folders:
         try:
@@ -183,12 +199,9 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _cp(arguments: argparse.Namespace) -> int:
-    from kforge_ckpt.commit import committed, point_latest
     from kforge_ckpt.tools import copy
 
     print(copy(arguments.checkpoint, arguments.folder))
-    found = committed(arguments.folder)
-    point_latest(arguments.folder, found[max(found)])
     return 0
 
 
@@ -208,8 +221,8 @@ def _export(arguments: argparse.Namespace) -> int:
     saved, name = open_checkpoint(arguments.checkpoint), arguments.state
     if name not in saved.tree:
         raise CheckpointError(f"{saved.folder} holds no state {name!r}; there are {', '.join(saved.tree)}")
-    if not arguments.max_file_gb > 0:
-        raise CheckpointError(f"--max-file-gb {arguments.max_file_gb} must be above 0")
+    if not 0 < arguments.max_file_gb < math.inf:
+        raise CheckpointError(f"--max-file-gb {arguments.max_file_gb} must be above 0, and a number")
     prefix = len(name) + 1
     stored = {tensor[prefix:]: saved.index[tensor] for tensor in sorted(saved.tensors_of(name))}
     specs = [Spec(tensor, DTYPES[one.dtype], one.shape) for tensor, one in stored.items()]
@@ -232,8 +245,6 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    import math
-
     return math.prod(shape)
 
 

@@ -65,6 +65,8 @@ _STEP = re.compile(r"step_(\d+)(-[0-9a-f]{8})?", re.ASCII)
 _STAGING = re.compile(r"step_\d+\.tmp-[0-9a-f]{8}", re.ASCII)
 _PUT_BY = "put-by-"
 """How an object begins that keeps a folder without a marker from being removed."""
+_under_way: set[str] = set()
+"""Staging folders of this process, by name: what another `Checkpointer` of it must not take for left behind."""
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
@@ -102,11 +104,14 @@ def is_temporary(folder: Place) -> bool:
 def stage(root: Place, step: int) -> Place:
     """Make an empty staging folder for a step."""
     if isinstance(root, RemotePath):
+        name = f"{folder_name(step)}-{secrets.token_hex(4)}"
+        _under_way.add(name)
         reached("staged")
-        return root / f"{folder_name(step)}-{secrets.token_hex(4)}"
+        return root / name
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"{folder_name(step)}.tmp-{secrets.token_hex(4)}"
     folder.mkdir()
+    _under_way.add(folder.name)
     reached("staged")
     return folder
 
@@ -115,11 +120,13 @@ def leftovers(root: Place) -> list[Place]:
     """What dead saves and deletions left behind, by its exact form of name."""
     if isinstance(root, RemotePath):
         names = {name for name, size in entries(root).items() if size is None} | root.unfinished()
-        return [root / name for name in sorted(names) if _is_left(root / name)]
+        return [root / name for name in sorted(names - _under_way) if _is_left(root / name)]
     if not root.is_dir():
         return []
     found: list[Place] = [
-        root / name for name in sorted(os.listdir(root)) if _STAGING.fullmatch(name) and (root / name).is_dir()
+        root / name
+        for name in sorted(set(os.listdir(root)) - _under_way)
+        if _STAGING.fullmatch(name) and (root / name).is_dir()
     ]
     staged = root / f".{LATEST}.tmp"
     return [*found, staged] if staged.exists() else found
@@ -133,7 +140,8 @@ def _is_left(folder: RemotePath) -> bool:
 
 
 def discard(left: Place) -> None:
-    """Remove one of the `leftovers`, as far as it can be."""
+    """Remove a staging folder, or another of the `leftovers`, as far as it can be."""
+    _under_way.discard(left.name)
     try:
         if isinstance(left, RemotePath) or left.is_dir():
             remove_tree(left)
@@ -183,11 +191,13 @@ def commit(root: Place, folder: Place, step: int, files: dict[str, FileRecord], 
     sync_folder(folder)
     reached("marker written")
     if isinstance(root, RemotePath) or isinstance(folder, RemotePath):
+        _under_way.discard(folder.name)
         return folder
     final = root / folder_name(step)
     if final.is_dir() and not (final / MARKER).is_file():
         put_by(root, final, "unmarked")  # no checkpoint; whole, but not in the way
     folder.rename(final)
+    _under_way.discard(folder.name)
     sync_folder(root)
     reached("renamed")
     return final

@@ -55,9 +55,12 @@ def write_folder(
     for name, group in zip(names, groups or [[]], strict=True):
         ordered = file_order(group)
         staged = folder / f".{name}.partial"
-        staged.unlink(missing_ok=True)
-        write_tensors(staged, ordered, (read(spec.key).to(spec.dtype) for spec in ordered))
-        os.replace(staged, folder / name)
+        try:
+            write_tensors(staged, ordered, (read(spec.key).to(spec.dtype) for spec in ordered))
+            os.replace(staged, folder / name)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
     total = sum(spec.nbytes for spec in specs)
     if len(groups) > 1:
         places = {spec.key: name for name, group in zip(names, groups, strict=True) for spec in group}

@@ -8,6 +8,7 @@ import shutil
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,19 @@ def place(text: str | Place) -> Place:
 
 
 def entries(folder: Place) -> dict[str, int | None]:
-    """What is in a folder: name -> size in bytes, None for a folder. Nothing where there is no such folder."""
+    """What is in a folder: name -> size in bytes, None for a folder. Nothing where there is no such folder; what goes
+    away meanwhile, and links to nowhere, are not in it."""
     if isinstance(folder, RemotePath):
         return folder.entries()
+    sizes: dict[str, int | None] = {}
     try:
         with os.scandir(folder) as found:
-            return {one.name: None if one.is_dir() else one.stat().st_size for one in found}
+            for one in found:
+                with suppress(FileNotFoundError):
+                    sizes[one.name] = None if one.is_dir() else one.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return {}
+    return sizes
 
 
 def write_file(path: Place | str, blocks: Iterable[Block]) -> FileRecord:
@@ -92,13 +98,17 @@ def write_json(path: Place, value: dict[str, Any]) -> FileRecord:
 
 
 def replace_file(path: Place, data: bytes) -> None:
-    """Write a small file, or put it in the place of another, so that a reader sees the one or the other."""
+    """Write a small file, or put it in the place of another, so that a reader sees the one or the other,
+    after a power cut too."""
     if isinstance(path, RemotePath):
         path.write_bytes(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.tmp")
-    staged.write_bytes(data)
+    with open(staged, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(staged, path)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from kforge_ckpt.remote import RemotePath, is_url
 from kforge_ckpt.restoring import Saved, TensorSource
 from kforge_ckpt.retention import read_scores
 from kforge_ckpt.retrying import redacted
-from kforge_ckpt.safetensors import DTYPES, Spec, dtype_name, file_order, write_tensors
+from kforge_ckpt.safetensors import DTYPES, Spec, dtype_name, file_order, flat_bytes, write_tensors
 from kforge_ckpt.saving import META, write_shared
 from kforge_ckpt.state import Json
 from kforge_ckpt.storage import StoredTensor, tensor_file
@@ -40,8 +41,8 @@ def find(where: str | Place) -> Place:
     if (whole / commit.MARKER).is_file():
         return whole
     text, at, step = (str(where), "", "") if isinstance(where, RemotePath) else str(where).rpartition("@")
-    if at and is_url(where) and ("/" in step or not text.partition("://")[2]):  # that of user@host
-        at = ""
+    if "/" in step or (is_url(where) and not text.partition("://")[2]) or (isinstance(whole, Path) and whole.is_dir()):
+        at = ""  # of user@host, or of a folder's own name
     if at and not step.isdigit():
         raise CheckpointError(f"{redacted(str(where))}: what follows @ must be a step, as in {redacted(text)}@1000")
     root = place(text) if at else whole
@@ -117,7 +118,7 @@ class Difference:
 
 
 def differences(one: Saved, other: Saved) -> Iterator[Difference]:
-    """All in which two checkpoints differ, tensors first, NaN being equal to NaN."""
+    """All in which two checkpoints differ: tensors, then other values, then those of ranks. NaN is equal to NaN."""
     for name in sorted(one.index.keys() | other.index.keys()):
         a, b = one.index.get(name), other.index.get(name)
         if a is None or b is None:
@@ -131,6 +132,28 @@ def differences(one: Saved, other: Saved) -> Iterator[Difference]:
         if left.get(path, _absent) != right.get(path, _absent):
             texts = [state.short(values[path]) if path in values else "nothing" for values in (left, right)]
             yield Difference(path, f"{texts[0]} and {texts[1]}")
+    for path in sorted({path for saved in (one, other) for path in state.leaves(saved.tree, "$per_rank")}):
+        if (text := _of_ranks(path, one.per_rank(path), other.per_rank(path))) is not None:
+            yield Difference(path, text)
+
+
+def _of_ranks(path: str, ours: list[Any], theirs: list[Any]) -> str | None:
+    """In what the PerRank values of two checkpoints differ, in words."""
+    if len(ours) != len(theirs):
+        return f"of {len(ours)} ranks and of {len(theirs)}"
+    differing = [str(rank) for rank, pair in enumerate(zip(ours, theirs, strict=True)) if not _same(path, *pair)]
+    return f"differs on rank {', '.join(differing[:8])}{' …' if len(differing) > 8 else ''}" if differing else None
+
+
+def _same(path: str, one: Any, other: Any) -> bool:
+    a, b = state.take_apart(path, one), state.take_apart(path, other)
+    if a.tree != b.tree or a.tensors.keys() != b.tensors.keys():
+        return False
+    return all(_alike(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and flat_bytes(a).equal(flat_bytes(b))
 
 
 _absent = object()
@@ -141,12 +164,16 @@ def _kind(stored: StoredTensor) -> str:
 
 
 def _compared(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
-    if a.view(-1).view(torch.uint8).equal(b.view(-1).view(torch.uint8)):
+    if _alike(a, b):
         return None
+    whole = None if a.is_floating_point() or a.is_complex() else (a.numpy(), b.numpy())
     wide = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     gap = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
     absolute = gap.max().item()
+    if absolute == 0 and whole is not None:  # numbers so large that float64 tells them not apart
+        differ = whole[0] != whole[1]
+        absolute = float(max(abs(x - y) for x, y in zip(*(one[differ].tolist() for one in whole), strict=True)))
     if absolute == 0:
         return None
     scale = max(a.abs().nan_to_num(0.0).max().item(), b.abs().nan_to_num(0.0).max().item())
@@ -174,7 +201,17 @@ def copy(where: str | Place, root: Place) -> Place:
     for what is not as it was written."""
     source = find(where)
     with lock(root) as held:
-        return copy_into(source, root, held)
+        made = copy_into(source, root, held)
+        _point_latest(root)
+    return made
+
+
+def _point_latest(root: Place) -> None:
+    found = commit.committed(root)
+    if found:
+        commit.point_latest(root, found[max(found)])
+    else:
+        (root / commit.LATEST).unlink(missing_ok=True)
 
 
 def remove(root: Place, steps: Sequence[int], *, all_of_them: bool = False) -> None:
@@ -189,11 +226,7 @@ def remove(root: Place, steps: Sequence[int], *, all_of_them: bool = False) -> N
     with lock(root):
         for step in dict.fromkeys(steps):
             commit.remove(commit.put_aside(root, found[step]))
-    left = commit.committed(root)
-    if left:
-        commit.point_latest(root, left[max(left)])
-    else:
-        (root / commit.LATEST).unlink(missing_ok=True)
+        _point_latest(root)
 
 
 def average(
@@ -273,10 +306,13 @@ def write_checkpoint(
             for spec in specs
         }
         files |= write_shared(folder, step, 1, index, tree, state.encode(meta, "meta"))
-        return commit.commit(root, folder, step, files)
+        made = commit.commit(root, folder, step, files)
     except BaseException:
         commit.discard(folder)
         raise
+    else:
+        _point_latest(root)
+        return made
     finally:
         held.release()
 
