@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from kforge_ckpt import retrying
+from kforge_testing import preload
 from kforge_testing.s3 import S3
 
 sys.path.insert(0, str(Path(__file__).parent))  # stateful.py, under importlib import mode
+preload("kforge_ckpt.checkpointer", "s3fs")
 
 
 @pytest.fixture(scope="session")

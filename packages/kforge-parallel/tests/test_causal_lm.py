@@ -68,7 +68,8 @@ def run_layout(rank, world, layout, names):
     mesh = launch(ParallelConfig(precision="fp64", sequence_parallel=False, **layout))
     worst = {}
     for name in names:
-        options = {"num_hidden_layers": 4, "mlp_only_layers": []} if name == "Qwen3Moe" else {"num_hidden_layers": 4}
+        options = {"num_hidden_layers": 2 * mesh.pp_size}
+        options |= {"mlp_only_layers": []} if name == "Qwen3Moe" else {}
 
         def build(name=name, options=options):
             return CausalLM(families.build(name, **options, **UNTIED))

@@ -40,7 +40,7 @@ def after_launch(rank, world, folder):
     import torch.distributed as dist
 
     # tp groups are not the group of all: torch would give them its own time-out, half an hour
-    times = {"init_timeout_s": LONG, "build_timeout_s": LONG, "step_timeout_s": 1}
+    times = {"init_timeout_s": LONG, "build_timeout_s": LONG, "step_timeout_s": 0.25}
     mesh = kp.launch(kp.ParallelConfig(dp_shard=1, cp=2, tp=2, **times))
     both = dist.FileStore(os.path.join(folder, "store"), world)
     said = []

@@ -5,6 +5,6 @@ The workers are forked from a server that has torch imported already, so a case 
 would hand one case the dead meshes of another.
 """
 
-from kforge_testing.ranks import RankFailure, run_ranks
+from kforge_testing.ranks import RankFailure, preload, run_ranks
 
-__all__ = ["RankFailure", "run_ranks"]
+__all__ = ["RankFailure", "preload", "run_ranks"]

@@ -35,6 +35,14 @@ class RankFailure(AssertionError):
     """A rank raised, died or ran out of time; the message carries the traceback of the first one that did."""
 
 
+def preload(*modules: str) -> None:
+    """Have the server import ``modules``, too, before its first worker: each of them does it otherwise.
+
+    For a conftest.py. One that is not installed is passed over, and left to the test that needs it.
+    """
+    PRELOAD.extend(modules)
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world: int,
