@@ -100,6 +100,8 @@ def test_dedup(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         map(len, ("one\ntwo", "grüße 東京" + 6 * "-", "x" * 50, "the end"))
     )
     assert once.index.tokenizer == shards.index.tokenizer and verify_shards(out) == []
+    assert main(["dedup", str(words), "--out", f"{out}-unknown"]) == 0
+    assert "bytes a token" not in capsys.readouterr().out
 
 
 def test_dedup_of_what_cannot_lie_together(
@@ -208,6 +210,9 @@ def test_mix_of_one_source_or_past_its_end(numbered: Make, tmp_path: Path, capsy
 
 
 def test_verify_of_other_files(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "w.idx.bin").write_bytes(b"12")
+    assert main(["verify", str(tmp_path / "w.idx.bin")]) == 2 and "give --dtype" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "w.idx.bin")]) == 2 and "it is a file" in capsys.readouterr().err
     assert main(["convert", str(words), "--to", "bin", "--out", str(tmp_path / "w.bin")]) == 0
     raw = ["--dtype", "uint16", "--eos-id", "0"]
     assert main(["verify", str(tmp_path / "w.bin"), *raw]) == 0

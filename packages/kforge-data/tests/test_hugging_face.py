@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from pathlib import Path
@@ -101,3 +102,32 @@ def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
 def test_a_stream_is_no_set_of_tokens(folder: Path, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="is read while training, and is wanted here as a set of tokens"):
         open_tokens(f"datasets://{folder}/lines?stream=1&field=body", tokenizer=tokenizer)
+
+
+def test_an_empty_split_is_named_and_hides_no_other(tmp_path: Path) -> None:
+    import datasets
+
+    full = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    empty = datasets.Dataset.from_dict({"text": []}, features=full.features)
+    datasets.DatasetDict(train=full, test=empty).save_to_disk(tmp_path / "both")
+    assert list(DatasetTexts(f"datasets://{tmp_path}/both").read()) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"split=test: the split 'test' holds no documents"):
+        DatasetTexts(f"datasets://{tmp_path}/both?split=test")
+    with pytest.raises(ValueError, match="has no split 'dev'; it has train, test"):
+        DatasetTexts(f"datasets://{tmp_path}/both?split=dev")
+
+
+@pytest.mark.parametrize("kind", [DatasetTexts, DatasetStream])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.jsonl", b""),
+        ("latin.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-9]),
+    ],
+)
+def test_damaged_files_are_an_error_by_name(kind: Any, name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name}.split=train cannot be (opened|read): "):
+        data = kind(f"datasets://{tmp_path}/{name}")
+        list(itertools.chain(*(data.texts(shard) for shard in range(data.shards))))

@@ -17,8 +17,10 @@ from kforge_data import (
     LaneState,
     Loader,
     Mixture,
+    PackedDocuments,
     StreamedDocuments,
     Tokenizer,
+    mask_documents,
     merge_states,
 )
 from kforge_data.best_fit import hash_seed
@@ -236,6 +238,13 @@ def test_c11_more_workers_than_shards(
     assert numbers == Counter(f"{i:03d}" for i in range(100))
 
 
+def test_workers_without_a_lane_are_told_of(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    load(stream(tokenizer), workers=2, world=2).close()
+    assert not caplog.text
+    load(stream(tokenizer), workers=3, world=2).close()
+    assert "each of 2 processes has 2 of 4 lanes" in caplog.text and "set workers to 2" in caplog.text
+
+
 def test_an_error_while_reading_is_raised_and_the_step_can_be_had_again(tokenizer: Tokenizer) -> None:
     straight, _ = run(stream(tokenizer), 4)
     texts = numbered_texts(40)
@@ -360,6 +369,8 @@ def test_any_row_can_be_read_in_any_order(tokenizer: Tokenizer) -> None:
             "does not end, and in its last phase every source that has a weight has max_epochs",
         ),
         (lambda s, n: load(s(), epochs=1), "epochs = 1 cannot be kept"),
+        (lambda s, n: PackedDocuments(s()), "packing looks at all documents before the first row"),
+        (lambda s, n: mask_documents(s(), 4), "masking documents looks at all documents before the first row"),
         (lambda s, n: s(lanes=0), "lanes = 0 must be at least 1"),
         (lambda s, n: s(block_documents=0), "block_documents = 0 must be at least 1"),
         (lambda s, n: s().rows_at(np.arange(2), row_tokens=8, seed=4, shuffle=True), "take ordered"),

@@ -443,6 +443,29 @@ def test_processes_give_what_threads_do(numbered: Make, kind: str, workers: int)
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("kind", ["thread", "fork"])
+@pytest.mark.parametrize("error", [StopIteration, ConnectionResetError, EOFError])
+def test_errors_that_could_be_taken_for_an_end(numbered: Make, kind: str, error: type[Exception]) -> None:
+    """Neither the loop over the loader nor the worker ends silently for one that a source raises."""
+
+    class Ending(TokenShards):
+        def read_rows(self, row_ids: Any, row_tokens: int) -> Any:
+            raise error("of the source")
+
+    wanted, message = (RuntimeError, "StopIteration") if error is StopIteration else (error, "of the source")
+    with load(Ending(numbered(4).path), workers=1, worker_kind=kind) as loader, pytest.raises(wanted, match=message):
+        list(loader)
+
+
+def test_idle_workers_are_told_of(numbered: Make, caplog: pytest.LogCaptureFixture) -> None:
+    source = numbered(10)
+    for workers, world, said in [(5, 1, ""), (6, 1, "1 workers are idle; set workers to 5"), (6, 2, "5 batches")]:
+        caplog.clear()
+        for rank in range(world):
+            load(source, rank=rank, world=world, workers=workers, epochs=1).close()
+        assert len(caplog.records) == (said != "") and said in caplog.text
+
+
 class _Broken(TokenShards):
     """Raises at one row, and dies at another."""
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kforge_data import MegatronTokens, TokenShards, write_megatron
+from kforge_data import MegatronTokens, TokenShards, open_tokens, write_megatron
 
 Make = Callable[..., TokenShards]
 
@@ -53,6 +53,20 @@ def test_what_is_written_is_the_format(
     assert [stream.document(i).tolist() for i in range(stream.documents)] == documents
     assert stream.eos_id == 0
     del stream
+
+
+def test_a_name_with_dots_is_kept(make_shards: Make, tmp_path: Path) -> None:
+    write_megatron(make_shards([[1, 0], [2, 0]]), tmp_path / "web")
+    write_megatron(make_shards([[3, 0]], name="other"), tmp_path / "web.v2")
+    assert MegatronTokens(tmp_path / "web", vocab_size=9).tokens == 4
+    for name in ("web.v2", "web.v2.idx", "web.v2.bin"):
+        assert open_tokens(tmp_path / name, vocab_size=9).read(0, 2).tolist() == [3, 0]
+
+
+def test_negative_ids_are_refused(tmp_path: Path) -> None:
+    written(tmp_path / "m", [[1, -1]], [0, 1])
+    with pytest.raises(ValueError, match="id -1 of int32 is negative"):
+        MegatronTokens(tmp_path / "m", cache=tmp_path / "cache")
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:

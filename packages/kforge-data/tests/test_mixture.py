@@ -215,6 +215,14 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
         Mixture(**{"sources": {"a": Rows(5), "b": Rows(5)}, **change})
 
 
+def test_sources_of_different_tokenizers_are_refused(make_shards: Make, tmp_path: Path) -> None:
+    a, b, c = (make_shards([[1, 2]], name=name, tokenizer=made) for name, made in (("a", "x"), ("b", "y"), ("c", "")))
+    assert Mixture({"a": a, "c": c}).names == ("a", "c")  # unknown is not different
+    for other in (b, PackedDocuments(b, cache=tmp_path)):
+        with pytest.raises(ValueError, match="was made with the tokenizer y"):
+            Mixture({"a": a, "b": other})
+
+
 def test_an_empty_source_is_refused_by_name(make_shards: Make) -> None:
     with pytest.raises(ValueError, match=r"b: .* holds no tokens"):
         Mixture({"a": Rows(2), "b": make_shards([])}).position_limit(8)

@@ -98,7 +98,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         ({"paths": tmp_path / "bad.npy"}, "is no .npy file"),
         ({"paths": tmp_path / "ok.npy", "dtype": "uint32"}, "says that it is uint16"),
         ({"paths": [tmp_path / "ok.npy", tmp_path / "wide.npy"]}, "differ in type"),
-        ({"paths": tmp_path / "negative.npy", "vocab_size": 9}, "id 4294967295 is outside"),
+        ({"paths": tmp_path / "negative.npy", "vocab_size": 9}, "id -1 of int32 is negative"),
         ({"paths": tmp_path / "t.txt"}, "format is not guessed"),
         ({"paths": tmp_path / "none.npy"}, "does not exist"),
         ({"paths": []}, "no .npy or .bin file"),
@@ -107,3 +107,19 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             TokenFiles(**arguments, cache=tmp_path / "cache")
+
+
+def test_negative_ids_are_refused(tmp_path: Path) -> None:
+    """-1 of 16 bits is read as 65535, which a vocabulary may have."""
+    for kind in (np.int16, np.int64):
+        np.save(tmp_path / "t.npy", np.array([1, -1, 2], kind))
+        for vocab_size in (None, 1 << 16):
+            with pytest.raises(ValueError, match=rf"id -1 of {np.dtype(kind)} is negative"):
+                TokenFiles(tmp_path / "t.npy", vocab_size=vocab_size, cache=tmp_path / "cache")
+
+
+def test_an_archive_is_no_array(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", ids=np.arange(3))
+    (tmp_path / "t.npz").rename(tmp_path / "t.npy")
+    with pytest.raises(ValueError, match=r"t.npy is no .npy file: it is an archive"):
+        TokenFiles(tmp_path / "t.npy", cache=tmp_path)

@@ -104,6 +104,8 @@ def test_documents_that_cannot_be(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "s", vocab_size=10)
     with pytest.raises(ValueError, match="integers"):
         writer.add([0.5])
+    with pytest.raises(ValueError, match=r"ids of shape \[2, 2\]; one document is"):
+        writer.add([[1, 2], [3, 4]])
     with pytest.raises(ValueError, match="lengths sum to 3"):
         writer.add_batch([1, 2], [3], [0])
     (tmp_path / "file").write_text("")

@@ -151,6 +151,13 @@ def test_opening_what_is_not_a_set(tmp_path: Path, make_shards: Make) -> None:
         TokenShards(shards.path)
 
 
+def test_an_index_of_other_bytes_is_an_error_by_name(make_shards: Make) -> None:
+    path = make_shards([[1]]).path
+    (path / "index.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"index.json is damaged"):
+        TokenShards(path)
+
+
 def test_a_missing_or_cut_file_is_an_error_by_name(make_shards: Make) -> None:
     shards = make_shards([[1, 2, 3]])
     with open(shards.path / "0-00000.bin", "r+b") as file:

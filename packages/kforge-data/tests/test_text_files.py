@@ -60,6 +60,18 @@ def test_a_file_that_was_cut_is_an_error_by_name(tmp_path: Path, name: str, keep
         list(read_documents([tmp_path / name]))
 
 
+def test_a_gz_that_is_damaged_inside_is_an_error_by_name(tmp_path: Path) -> None:
+    whole = packed("t.jsonl.gz")
+    (tmp_path / "t.jsonl.gz").write_bytes(whole[:40] + b"x" * 10 + whole[50:])
+    with pytest.raises(ValueError, match=r"t.jsonl.gz is damaged: .* invalid"):
+        list(read_documents([tmp_path / "t.jsonl.gz"]))
+
+
+def test_a_line_that_is_too_deep_is_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + '}\n{"text": "a"}\n')
+    assert list(read_documents([tmp_path / "t.jsonl"], max_bad_lines=1)) == ["a"]
+
+
 def test_tokens_do_not_depend_on_the_kind_of_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
     prints = set()
     for name in NAMES:

@@ -23,11 +23,10 @@ import numpy as np
 from kforge_data.cache import build_once, cache_folder
 from kforge_data.order import Permutation, epoch_order
 from kforge_data.sources import RowBlock
+from kforge_data.streams import TokenStream, check_known
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from kforge_data.streams import TokenStream
 
 _VERSION = 1
 _FILES = ("rows", "documents", "starts", "lengths")
@@ -76,7 +75,9 @@ class PackedDocuments:
     def __init__(
         self, stream: TokenStream, *, truncate: bool = False, seed: int = 0, cache: str | Path | None = None
     ) -> None:
+        check_known(stream, "packing")
         self.stream, self._truncate, self._seed, self._cache = stream, truncate, seed, cache
+        self.name, self.tokenizer = stream.name, stream.tokenizer
         text = json.dumps(["best-fit", _VERSION, WINDOW_DOCUMENTS, stream.fingerprint, truncate, seed])
         self.fingerprint = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
         self._plans: dict[int, Plan] = {}

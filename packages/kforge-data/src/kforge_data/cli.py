@@ -244,7 +244,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
 
 
 def _summary(shards: Any) -> str:
-    ratio = f", {shards.text_bytes / shards.tokens:.2f} bytes a token" if shards.tokens else ""
+    ratio = f", {shards.text_bytes / shards.tokens:.2f} bytes a token" if shards.text_bytes else ""
     files = len(shards.index.shards)
     return (
         f"{shards.path}: {shards.documents:,} documents, {shards.tokens:,} tokens of {shards.dtype.name} in "
@@ -308,12 +308,15 @@ def _marked(entry: dict[str, Any], index: Any, tokenizer: Any, colour: Callable[
 def _verify(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from kforge_data.megatron import pair_of
     from kforge_data.shards import INDEX
     from kforge_data.verify import verify_shards, verify_tokens
 
     found = 0
     for place in arguments.sets:
         has_index = (Path(place) / INDEX).exists()
+        if Path(place).suffix == ".bin" and not pair_of(place)[0].exists() and not arguments.dtype:
+            raise ValueError(f"{place}: the integer type of a .bin cannot be told from its bytes; give --dtype")
         try:
             faults = verify_shards(place) if has_index else verify_tokens(_open(arguments, place))
         except ValueError as error:

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from kforge_data.duplicates import documents_of
-from kforge_data.megatron import write_megatron
+from kforge_data.megatron import pair_of, write_megatron
 from kforge_data.shard_writer import ShardWriter
 from kforge_data.shards import TOKEN_DTYPES, token_dtype
 
@@ -47,7 +47,7 @@ def convert_tokens(
     if to not in FORMATS:
         raise ValueError(f"format {to!r} is not one of {', '.join(FORMATS)}")
     out = Path(out)
-    exists = [path for path in (out, out.with_suffix(".idx")) if path.exists() and path.is_file()]
+    exists = [path for path in (pair_of(out) if to == "megatron" else [out]) if path.is_file()]
     if to != "shards" and exists and not overwrite:
         raise ValueError(f"{exists[0]} is there already; remove it, or pass overwrite (--overwrite)")
     if to == "shards":

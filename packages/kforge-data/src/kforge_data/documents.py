@@ -199,7 +199,7 @@ def _read_jsonl(file: str | Path, field: str, opened: list[IO[bytes]]) -> Iterat
                 continue
             try:
                 record = json.loads(raw)
-            except ValueError as error:  # UnicodeDecodeError is one too
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
                 yield f"{file}:{number}", _Bad(f"not JSON ({error})")
                 continue
             if not isinstance(record, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,12 +70,7 @@ def open_data(place: DatasetName) -> Any:
         if not _is_saved(Path(place.name)):
             return library.load_dataset(**_arguments(place), split=place.split)
         _refuse_subset(place)
-        data = library.load_from_disk(place.name)
-        if isinstance(data, library.DatasetDict):
-            if place.split not in data:
-                raise ValueError(f"{place} has no split {place.split!r}; it has {', '.join(data)}")
-            data = data[place.split]
-        return data
+        return library.load_from_disk(str(_saved_split(place)))
 
 
 def dataset_facts(place: str) -> tuple[int, str]:
@@ -108,7 +104,9 @@ class DatasetTexts:
         """Texts from number ``first`` on, up to ``last``; None and "" where there is none."""
         last = len(self) if last is None else last
         for at in range(first, last, _READ):
-            yield from _texts(self.data[at : min(at + _READ, last)][self.field], self.place, self.field)
+            with _explained(self.place, "read"):
+                column = self.data[at : min(at + _READ, last)][self.field]
+            yield from _texts(column, self.place, self.field)
 
     # As shards.
 
@@ -151,12 +149,16 @@ class DatasetStream:
         """Texts of a shard, from its document ``first`` on; what lies before is passed over as tables."""
         one = self.data.shard(num_shards=self.shards, index=shard).with_format("arrow")
         # By `iter`, as iteration itself would leave part of the shard to other workers of torch's DataLoader.
-        passed = 0
-        for table in one.iter(batch_size=_READ):
-            _check_field(self.place, self.field, table.column_names)
-            if passed + len(table) > first:
-                column = table.column(self.field).slice(max(first - passed, 0))
-                yield from _texts(column.to_pylist(), self.place, self.field)
+        passed, tables = 0, iter(one.iter(batch_size=_READ))
+        while True:
+            column: list[Any] = []
+            with _explained(self.place, "read"):
+                if (table := next(tables, None)) is None:
+                    return
+                _check_field(self.place, self.field, table.column_names)
+                if passed + len(table) > first:
+                    column = table.column(self.field).slice(max(first - passed, 0)).to_pylist()
+            yield from _texts(column, self.place, self.field)
             passed += len(table)
 
 
@@ -168,6 +170,19 @@ def open_shards(place: str | DatasetName, *, field: str = "text") -> DatasetText
 
 def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _saved_split(place: DatasetName) -> Path:
+    """The folder of the split that is asked for; the library opens none, of several, if one of them is empty."""
+    folder = Path(place.name)
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
+        if place.split not in splits:
+            raise ValueError(f"{place} has no split {place.split!r}; it has {', '.join(splits)}")
+        folder /= place.split
+    if not json.loads((folder / "state.json").read_text()).get("_data_files"):
+        raise ValueError(f"{place}: the split {place.split!r} holds no documents; name another one, or leave it out")
+    return folder
 
 
 def _refuse_subset(place: DatasetName) -> None:
@@ -200,18 +215,23 @@ def _content_of(builder: Any, place: DatasetName) -> Any:
 
 
 class _explained:
-    """Errors of the library as a ValueError that names the dataset."""
+    """Errors of the library, and of what it reads, as a ValueError that names the dataset."""
 
-    def __init__(self, place: DatasetName) -> None:
-        self._place = place
+    def __init__(self, place: DatasetName, done: str = "opened") -> None:
+        self._place, self._done = place, done
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        if isinstance(error, OSError | ValueError | RuntimeError) and not str(error).startswith(str(self._place)):
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"{self._place} cannot be opened: {lines[0]}") from error
+        if isinstance(error, StopIteration):  # what the library lets out where the first file holds nothing
+            raise ValueError(f"{self._place} cannot be {self._done}: it is empty") from error
+        of_library = type(error).__module__.partition(".")[0] == "datasets"
+        known = of_library or isinstance(error, OSError | ValueError | RuntimeError | EOFError | zlib.error)
+        if known and not str(error).startswith(str(self._place)):
+            said = error.__cause__ if of_library and error is not None and error.__cause__ else error
+            lines = str(said).strip().splitlines() or [type(said).__name__]
+            raise ValueError(f"{self._place} cannot be {self._done}: {lines[0]}") from error
 
 
 def _check_field(place: DatasetName, field: str, columns: list[str]) -> None:

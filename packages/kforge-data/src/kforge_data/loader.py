@@ -159,6 +159,30 @@ class Loader:
         self._lanes: dict[tuple[int, int], dict[int, LaneState]] = {}  # (phase, source) -> lane -> where it stands
         self._closed = False
         self._accept_changed_data = accept_changed_data
+        if rank == 0:
+            self._warn_of_idle_workers()
+
+    def _warn_of_idle_workers(self) -> None:
+        """Say it where there is not enough to read for all workers at a time."""
+        lanes = [lanes_of(source) for source, _ in self._sources]
+        if self._worker_kind == "thread" and any(isinstance(source, Mixture) for source, _ in self._sources):
+            lanes = [0]  # threads may read several sources of one lane at a time
+        own = max(lanes) // self._world
+        batches = step = 0
+        while batches < self._workers and not self._ends_at(step):
+            batches, step = batches + self._microbatches(step), step + 1
+        if all(lanes) and own < self._workers:
+            logger.warning(
+                "workers = %d, and each of %d processes has %d of %d lanes, each of which one worker at a time reads: "
+                "%d workers are idle; set workers to %d, or have more lanes from the start of a run",
+                *(self._workers, self._world, own, max(lanes), self._workers - own, own),
+            )
+        elif batches < self._workers:
+            logger.warning(
+                "workers = %d, and all steps together have %d batches for each process: %d workers are idle; set "
+                "workers to %d, or microbatch_rows lower",
+                *(self._workers, batches, self._workers - batches, batches),
+            )
 
     # Where it stands.
 
@@ -230,6 +254,11 @@ class Loader:
         try:
             step = self.step
             batches = [self._take(step) for _ in range(self._microbatches(step))]
+        except StopIteration as error:
+            self._forget_ahead()
+            raise RuntimeError(
+                "a source raised StopIteration while it was read, which is no end of the data"
+            ) from error
         except BaseException:
             self._forget_ahead()
             raise

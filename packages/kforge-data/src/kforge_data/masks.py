@@ -21,7 +21,7 @@ import numpy as np
 from kforge_data.cache import build_once, cache_folder
 from kforge_data.duplicates import duplicate_documents
 from kforge_data.sources import RowBlock
-from kforge_data.streams import TokenStream
+from kforge_data.streams import TokenStream, check_known
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -193,6 +193,7 @@ def mask_documents(
         raise ValueError(f"min_tokens = {min_tokens} must be 0 (none is too short) or more")
     if min_tokens <= 1 and not duplicates:
         return stream
+    check_known(stream, "masking documents")
     text = json.dumps(["masked documents", 1, stream.fingerprint, min_tokens, duplicates])
     key = hashlib.sha256(text.encode()).hexdigest()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kforge_data.raw import _sample, _unsigned, largest_id
+from kforge_data.raw import _sample, _unsigned, check_sign, largest_id
 from kforge_data.streams import TokenStream
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MAX_SEQUENCE = np.iinfo(np.int32).max
+
+
+def pair_of(path: str | Path) -> tuple[Path, Path]:
+    """NAME.idx and NAME.bin of either of them, or of NAME, which may have dots of its own."""
+    place = Path(path)
+    name = place.stem if place.suffix in (".idx", ".bin") else place.name
+    return place.with_name(name + ".idx"), place.with_name(name + ".bin")
 
 
 class MegatronTokens(TokenStream):
@@ -53,7 +60,7 @@ class MegatronTokens(TokenStream):
         cache: str | Path | None = None,
     ) -> None:
         self._arguments = (path, vocab_size, eos_id, cache)
-        index, tokens = Path(path).with_suffix(".idx"), Path(path).with_suffix(".bin")
+        index, tokens = pair_of(path)
         for file in (index, tokens):
             if not file.is_file():
                 raise ValueError(f"{file} does not exist; {index.name} and {tokens.name} belong together")
@@ -62,6 +69,7 @@ class MegatronTokens(TokenStream):
         key = hashlib.sha256(_sample(bins).encode() + docs.tobytes()).hexdigest()
         if vocab_size is None:
             vocab_size = 1 + largest_id([bins], key, cache)
+            check_sign(np.dtype(kind), vocab_size - 1, str(tokens))
         super().__init__(
             [bins],
             [docs],
@@ -111,7 +119,7 @@ def write_megatron(source: TokenStream, path: str | Path) -> None:
 
     Types are uint16 up to 65,536 ids and int32 above, as Megatron's own. ValueError for a document of 2**31 tokens.
     """
-    index, tokens = Path(path).with_suffix(".idx"), Path(path).with_suffix(".bin")
+    index, tokens = pair_of(path)
     code = 8 if source.vocab_size <= 1 << 16 else 4
     index.unlink(missing_ok=True)
     tokens.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +130,7 @@ def write_megatron(source: TokenStream, path: str | Path) -> None:
         for at in range(0, source.tokens, 1 << 24):
             out.write(source.read(at, min(at + (1 << 24), source.tokens)).astype(_CODES[code]).tobytes())
     width = np.dtype(_CODES[code]).itemsize
-    partial = index.with_suffix(".partial")
+    partial = index.with_name(index.name + ".partial")
     with open(partial, "wb") as out:
         out.write(_HEADER.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1))
         out.write(sizes.astype("<i4").tobytes())

@@ -27,6 +27,7 @@ import numpy as np
 from kforge_data.best_fit import hash_seed
 from kforge_data.order import Permutation
 from kforge_data.sources import LanedSource, MeasuredSource, RowBlock, merged
+from kforge_data.streams import check_alike
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,7 +68,7 @@ class Mixture:
         allow_unread: a source may have weight 0 in every phase.
 
     ValueError for unknown names, weights that are negative, all zero or not numbers, phases that overlap or go
-    backwards, and sources that are never read, unless these are allowed.
+    backwards, sources of different tokenizers, and sources that are never read, unless these are allowed.
     """
 
     def __init__(
@@ -94,6 +95,9 @@ class Mixture:
         """Names of the sources; `source_ids` of a batch are places in it."""
         self._sources = tuple(sources.values())
         self._by, self._temperature = by, temperature
+        known: list[Any] = [source for source in self._sources if getattr(source, "tokenizer", "")]
+        for source in known[1:]:
+            check_alike(known[0], source)
         _check_names("max_epochs", max_epochs or {}, self.names)
         for name, epochs in (max_epochs or {}).items():
             if not epochs > 0:

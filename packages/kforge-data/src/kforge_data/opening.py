@@ -10,7 +10,7 @@ from kforge_data.cached import WAIT_S, cached_tokens
 from kforge_data.hugging_face import open_shards, parse_dataset
 from kforge_data.lanes import StreamedDocuments
 from kforge_data.masks import AnswersOnly, MaskRepetition, mask_documents
-from kforge_data.megatron import MegatronTokens
+from kforge_data.megatron import MegatronTokens, pair_of
 from kforge_data.mixture import Mixture
 from kforge_data.phases import RowPhase
 from kforge_data.raw import TokenFiles
@@ -38,8 +38,9 @@ def open_tokens(
     field: str = "text",
     wait_s: float = WAIT_S,
 ) -> TokenStream:
-    """The tokens at a path: a folder of token shards; Megatron's .idx, or a .bin with an .idx beside it; a .npy or raw
-    .bin, or a folder of them. ``dtype``, ``eos_id`` and ``vocab_size`` say what such files do not.
+    """The tokens at a path: a folder of token shards; Megatron's .idx, a .bin with an .idx beside it, or the name
+    of both; a .npy or raw .bin, or a folder of them. ``dtype``, ``eos_id`` and ``vocab_size`` say what such files do
+    not.
 
     Text (.jsonl, .txt, .parquet, a folder of them, or a dataset as ``datasets://name``) is tokenized once into the
     cache, see `cached_tokens`; that takes the ``tokenizer``.
@@ -47,7 +48,7 @@ def open_tokens(
     if is_dataset(path) or kind_of(path):
         return _tokens_of(path, tokenizer, field, cache, wait_s)
     place = Path(path)
-    if place.suffix in (".idx", ".bin") and place.with_suffix(".idx").exists():
+    if (place.suffix in (".idx", ".bin") or not place.exists()) and place.name and pair_of(place)[0].is_file():
         return MegatronTokens(place, vocab_size=vocab_size, eos_id=eos_id, cache=cache or None)
     if place.suffix in (".npy", ".bin") or (place.is_dir() and not (place / INDEX).exists() and _holds_files(place)):
         return TokenFiles(place, dtype=dtype or None, eos_id=eos_id, vocab_size=vocab_size, cache=cache or None)

@@ -54,17 +54,18 @@ class TokenFiles(TokenStream):
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"dtype = {dtype!r} is not one of {', '.join(_DTYPES)}")
         files = _files([paths] if isinstance(paths, str | Path) else paths)
-        bins = [_open(file, dtype) for file in files]
-        kinds = {array.dtype for array in bins}
+        opened = [_open(file, dtype) for file in files]
+        kinds = {array.dtype for array in opened}
         if len(kinds) > 1:
             raise ValueError(f"{files[0]} and others differ in type ({', '.join(map(str, kinds))}); open them apart")
-        bins = [array for array in bins if array.size]
+        bins = [_unsigned(array) for array in opened if array.size]
         if not bins:
             raise ValueError(f"{', '.join(map(str, files))}: no tokens in there")
         content = [[str(array.dtype), len(array), _sample(array)] for array in bins]
         key = hashlib.sha256(json.dumps([content, eos_id]).encode()).hexdigest()
         found = build_once(cache_folder(cache) / "boundaries" / key, lambda folder: _scan(bins, eos_id, folder))
         largest = int(json.loads((found / "found.json").read_text())["largest"])
+        check_sign(opened[0].dtype, largest, str(files[0]))
         if vocab_size is None:
             vocab_size = largest + 1
         if largest >= vocab_size:
@@ -111,24 +112,35 @@ def _open(file: Path, dtype: str | None) -> NDArray[Any]:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
             raise ValueError(f"{file} is no .npy file: {error}") from error
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"{file} is no .npy file: it is an archive of several; save the ids alone")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{file} is an array of {array.dtype} {list(array.shape)}; token ids are integers [n]")
         if dtype is not None and array.dtype != np.dtype(dtype).newbyteorder("<"):
             raise ValueError(
                 f"{file} says that it is {array.dtype}, and dtype = {dtype} was asked for; leave dtype out"
             )
-        return _unsigned(np.asarray(array))
+        return np.asarray(array)
     if dtype is None:
         raise ValueError(f"{file}: the integer type of a .bin cannot be told from its bytes; give dtype, e.g. uint16")
     kind, size = np.dtype(dtype).newbyteorder("<"), file.stat().st_size
     if size % kind.itemsize:
         raise ValueError(f"{file} has {size} bytes, which is no whole number of {dtype}; its dtype is another")
-    return _unsigned(np.asarray(np.memmap(file, kind, mode="r")) if size else np.empty(0, kind))
+    return np.asarray(np.memmap(file, kind, mode="r")) if size else np.empty(0, kind)
 
 
 def _unsigned(array: NDArray[Any]) -> NDArray[Any]:
-    """The same bytes as unsigned integers: a negative id becomes one far outside of any vocabulary."""
+    """The same bytes as unsigned integers: a negative id becomes one that `check_sign` refuses."""
     return array.view(array.dtype.str.replace("i", "u"))
+
+
+def check_sign(kind: np.dtype[Any], largest: int, name: str) -> None:
+    """ValueError if the largest id, read as `_unsigned`, was a negative one of a signed type."""
+    if kind.kind == "i" and largest > np.iinfo(kind).max:
+        raise ValueError(
+            f"{name}: id {largest - (1 << 8 * kind.itemsize)} of {kind.name} is negative; were larger ids put into a "
+            "type that cannot hold them, or is it padding? Write the ids of text alone, unsigned"
+        )
 
 
 def _sample(array: NDArray[Any]) -> str:

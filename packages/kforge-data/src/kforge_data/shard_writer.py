@@ -93,6 +93,8 @@ class ShardWriter:
     def add(self, tokens: ArrayLike, text_bytes: int = 0) -> None:
         """Append one document of ids [n], made from `text_bytes` bytes of UTF-8. An empty one is counted as skipped."""
         flat = np.asarray(tokens)
+        if flat.ndim != 1:
+            raise ValueError(f"ids of shape {list(flat.shape)}; one document is ids [n], several are for add_batch")
         self.add_batch(flat, np.array([flat.size], np.int64), np.array([text_bytes], np.int64))
 
     def add_batch(self, tokens: ArrayLike, lengths: ArrayLike, text_bytes: ArrayLike) -> None:

@@ -104,10 +104,13 @@ def read_index(path: str | Path) -> ShardIndex:
         text = file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         if not Path(path).is_dir():
-            raise ValueError(f"{path} is not a folder of token shards: no such folder") from None
+            reason = "it is a file" if Path(path).exists() else "no such folder"
+            raise ValueError(f"{path} is not a folder of token shards: {reason}") from None
         parts = [part for part in ("train", "heldout") if (Path(path) / part / INDEX).exists()]
         hint = f"; it has {' and '.join(parts)} inside: name one of them" if parts else ""
         raise ValueError(f"{path} has no {INDEX}: not token shards, or a write that never finished{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:

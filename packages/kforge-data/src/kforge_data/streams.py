@@ -39,6 +39,15 @@ def check_alike(one: Tokenized, other: Tokenized) -> None:
         )
 
 
+def check_known(stream: object, what: str) -> None:
+    """ValueError unless it is a stream whose documents are known before the first row is read."""
+    if not isinstance(stream, TokenStream):
+        raise ValueError(
+            f"{what} looks at all documents before the first row, and {stream!r} is read while training or rows "
+            "already; take token shards, or tokenize it into some"
+        )
+
+
 class TokenStream:
     """Tokens of several files laid end to end, and where documents begin. A `Source`; reading is safe from threads.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -102,7 +103,7 @@ def open_bytes(file: str | Path, opened: list[IO[bytes]] | None = None) -> Itera
             with gzip.open(raw, "rb") as unpacked:
                 try:
                     yield unpacked  # type: ignore[misc]
-                except (EOFError, gzip.BadGzipFile) as error:
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                     raise ValueError(f"{file} is damaged: {error}") from error
         elif name.endswith(".zst"):
             zstandard = needed("zstandard", "zst", str(file))

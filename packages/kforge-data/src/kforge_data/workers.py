@@ -174,11 +174,10 @@ def _work(jobs: Connection, others: Sequence[Connection], work: Callable[[Any], 
                     return
             job = jobs.recv()
             try:
-                jobs.send(work(job))
-            except (BrokenPipeError, ConnectionResetError):
-                return
-            except Exception as error:
-                jobs.send(_Failure(type(error), f"in a worker process: {error}\n\n{traceback.format_exc()}"))
+                answer = work(job)
+            except Exception as error:  # of any kind: what is read over a network raises those of broken pipes too
+                answer = _Failure(type(error), f"in a worker process: {error}\n\n{traceback.format_exc()}")
+            jobs.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
