@@ -7,8 +7,19 @@ import torch.distributed as dist
 from attending import documents
 from torch.nn import functional as F
 
-from kforge_parallel import ParallelConfig, Pipeline, check_rank, launch, parallelize, shard_rows
+from kforge_parallel import (
+    ParallelConfig,
+    Pipeline,
+    Work,
+    check_rank,
+    estimate_layout,
+    launch,
+    parallelize,
+    parameters_of,
+    shard_rows,
+)
 from kforge_parallel.causal_lm import CausalLM, Plain
+from kforge_parallel.cli import main
 from kforge_testing import run_ranks
 
 LENGTHS = [[8], [1, 7], [3, 5], [2, 2, 4]]
@@ -146,6 +157,17 @@ def test_one_rank_of_eight_is_looked_at(name, layout, part, held):
     assert found.shapes[part] == held
 
 
+def untied():
+    return CausalLM(families.build("Llama", **UNTIED))
+
+
+def test_the_command_names_its_own_options(capsys):
+    words = ["check", "--model", "test_causal_lm:untied", "--world", "8", "--rank", "3", "--tp", "2"]
+    assert main(words) == 2
+    assert "has whole rows; give --no-sequence-parallel" in capsys.readouterr().err
+    assert main([*words, "--no-sequence-parallel"]) == 0
+
+
 def test_what_it_cannot_is_refused():
     with pytest.raises(ValueError, match=r"type 'olmo2' cannot be cut into stages .*llama, qwen3, qwen3_moe can"):
         CausalLM(families.build("Olmo2")).stage(True, [0], False)
@@ -157,3 +179,32 @@ def test_what_it_cannot_is_refused():
         CausalLM(families.build("Qwen3Moe", output_router_logits=True))
     with pytest.raises(ValueError, match="labels need a scale"):
         CausalLM(families.build("Llama"))(families.IDS, Plain(BATCH["positions"]), labels=BATCH["labels"])
+
+
+def kept_bytes(layers):
+    """What autograd saves of a model of so many blocks beside its weights, in bf16."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 320, "num_hidden_layers": layers}
+    model = CausalLM(families.build("Llama", **sizes, **UNTIED)).bfloat16()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = (x.untyped_storage().nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ids = torch.arange(256).view(2, 128)
+        model(ids, None, labels=ids, scale=1.0)
+    return sum(size for size, _ in kept.values()), model
+
+
+def test_estimates_know_its_sizes():
+    (two, _), (four, model) = kept_bytes(2), kept_bytes(4)
+    work = Work(row_tokens=128, microbatch_rows=2)
+    told = estimate_layout(model.shape, ParallelConfig(device="cpu"), 1, work, parameters=parameters_of(model))
+    assert told.block_kept == pytest.approx((four - two) / 2, rel=0.15)
+    assert told.logits > 256 * 512 * 14  # all at once: in bf16, and three times in fp32
+    shape = CausalLM(families.build("Qwen3Moe")).shape
+    known = {"head_dim": 8, "ffn_dim": 24, "expert_dim": 12, "moe_top_k": 2, "moe_layers": 1, "qk_norm": True}
+    assert shape.items() >= known.items()

@@ -1,5 +1,7 @@
 """One rank of any world, looked at from one process, on models that are not kforge's."""
 
+from typing import ClassVar
+
 import mixture
 import pytest
 import torch
@@ -55,7 +57,16 @@ def test_what_cannot_be_is_refused_and_no_group_is_left():
         check_rank(toy.Toy, ParallelConfig(tp=2), 8, 0)
     with pytest.raises(ValueError, match="which tp = 8 does not divide"):
         check_rank(Split, ParallelConfig(tp=8), 8, 0)
+    with pytest.raises(ValueError, match="build made int 3, and no module"):
+        check_rank(lambda: 3, ParallelConfig(), 8, 0)
     assert not dist.is_initialized()
+
+
+def test_a_model_may_say_some_of_its_sizes():
+    class Grouped(toy.Toy):
+        shape: ClassVar = {"n_kv_heads": 1}  # all that tensor parallelism asks for
+
+    assert check_rank(Grouped, ParallelConfig(), 4, 3).shapes == check_rank(toy.Toy, ParallelConfig(), 4, 3).shapes
 
 
 def test_the_command(capsys):
@@ -67,5 +78,7 @@ def test_the_command(capsys):
     assert experts.endswith(" of 8 × 6 × 8")
     assert main([*words[:2], "mixture:Modle", *words[3:]]) == 2
     assert "names no function that can be imported" in capsys.readouterr().err
+    assert main([*words[:2], "mixture:__name__", *words[3:]]) == 2
+    assert "names 'mixture', which builds nothing" in capsys.readouterr().err
     assert main([*words, "--pp", "3"]) == 2
     assert "--world" in capsys.readouterr().err

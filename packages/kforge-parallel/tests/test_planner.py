@@ -141,6 +141,10 @@ def test_the_command_as_json_and_its_errors(tmp_path, capsys):
     assert told["memory"] == 80 * 2**30 and told["fitting"][0]["config"]["storage"] == "split"
     assert main([*words, "--memory", "many"]) == 2
     assert "--memory many is no size" in capsys.readouterr().err
+    assert main([*words, "--memory", "141"]) == 2
+    assert "--memory 141 is 141 bytes, less than any device has; write 141GB" in capsys.readouterr().err
+    assert main([*words, "--memory", "80GB", "--global-rows", "0"]) == 2
+    assert "global_rows = 0 must be above 0" in capsys.readouterr().err
     file.write_text(json.dumps({**SMALL, "n_layer": 3}))
     assert main([*words, "--memory", "80GB"]) == 2
     assert "did you mean n_layers" in capsys.readouterr().err

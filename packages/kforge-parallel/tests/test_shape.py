@@ -22,6 +22,9 @@ def test_what_is_left_out_has_a_default():
     [
         ({"dim": 0}, "shape.dim = 0 must be a whole number of at least 1"),
         ({"n_kv_heads": 3}, "n_heads = 4 must be a multiple of shape.n_kv_heads = 3"),
+        ({"dim": 14}, "shape.dim = 14 must be a multiple of shape.n_heads = 4, or head_dim be given"),
+        ({"n_experts": 4, "moe_top_k": 5}, "shape.moe_top_k = 5 must be from 1 to shape.n_experts = 4"),
+        ({"n_experts": 4, "moe_layers": 4}, "shape.moe_layers = 4 must be at most shape.n_layers = 3"),
         ({"mlp_matrices": 4}, "3 \\(gated\\) or 2"),
         ({"parameters": 5}, "the shape says 5"),
     ],

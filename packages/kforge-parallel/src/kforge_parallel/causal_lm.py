@@ -75,17 +75,25 @@ class CausalLM(nn.Module):
     def shape(self) -> dict[str, int | bool]:
         """Sizes, as `check_layout` takes them."""
         config = self.config
-        experts = [module.num_experts for module in find_called(self.hf).values()]
+        experts = [*find_called(self.hf).values()]
+        widths = [getattr(module, "intermediate_dim", None) for module in experts]
         sizes = {
             "vocab_size": config.vocab_size,
             "dim": config.hidden_size,
             "n_layers": config.num_hidden_layers,
             "n_heads": config.num_attention_heads,
             "n_kv_heads": getattr(config, "num_key_value_heads", None),
+            "head_dim": getattr(config, "head_dim", None),
+            "ffn_dim": getattr(config, "intermediate_size", None),
             "max_seq_len": config.max_position_embeddings,
             "tie_embeddings": config.tie_word_embeddings,
-            "n_experts": experts[0] if experts else None,
+            "n_experts": experts[0].num_experts if experts else None,
             "experts_sum": True if experts else None,
+            "moe_top_k": config.num_experts_per_tok if experts else None,
+            "moe_layers": len(experts) if experts else None,
+            "expert_dim": widths[0] if experts else None,
+            "qk_norm": any(name.endswith("q_norm") for name, _ in self.named_modules()),
+            "loss_chunk_tokens": 0,  # all logits at once
         }
         return {name: size for name, size in sizes.items() if size is not None}
 

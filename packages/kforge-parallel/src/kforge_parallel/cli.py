@@ -126,7 +126,10 @@ def bytes_of(text: str) -> float:
     if not match or not number:
         raise ValueError(f"--memory {text} is no size; write 141GB or 80GiB")
     power = " KMGT".index((match[2] or " ").upper())
-    return number * (1024.0 if match[3] else 1000.0) ** power
+    size = number * (1024.0 if match[3] else 1000.0) ** power
+    if size < 1e6:
+        raise ValueError(f"--memory {text} is {size:g} bytes, less than any device has; write {text}GB for 10⁹ bytes")
+    return size
 
 
 def _plan(options: argparse.Namespace) -> str:
@@ -136,7 +139,7 @@ def _plan(options: argparse.Namespace) -> str:
         options.gpus,
         bytes_of(options.memory),
         row_tokens=options.row_tokens,
-        global_rows=options.global_rows or 8 * options.gpus,
+        global_rows=8 * options.gpus if options.global_rows is None else options.global_rows,
         config=ParallelConfig(
             compile=True,
             precision=options.precision,
@@ -159,6 +162,8 @@ def _check(options: argparse.Namespace, sizes: dict[str, int]) -> RankCheck:
         build = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--model {options.model} names no function that can be imported: {error}") from None
+    if not callable(build):
+        raise ValueError(f"--model {options.model} names {build!r}, which builds nothing; name a function or a class")
     rest: dict[str, Any] = {"pp_schedule": options.schedule, "sequence_parallel": not options.no_sequence_parallel}
     config = ParallelConfig(**sizes, **rest, device="cpu")  # type: ignore[arg-type]
     return check_rank(build, config, options.world, options.rank)
@@ -169,12 +174,22 @@ def _option(name: str) -> str:
     return "--" + name.replace("bytes_per_s", "gb_s").replace("peak_flops", "peak_tflops").replace("_", "-")
 
 
+_ROWS = (
+    (r"set (?:parallel\.)?sequence_parallel to false", "give --no-sequence-parallel"),
+    (r"set (?:parallel\.)?sequence_parallel to true", "leave --no-sequence-parallel out"),
+    (r"parallel\.sequence_parallel = false", "--no-sequence-parallel"),
+)
+"""What is an option without a value."""
+
+
 def _own_words(message: str) -> str:
     """What a layout's error says of a job's options and start, said of the options of ``mesh``."""
     message = re.sub(
         r"start (?:(a multiple of) )?([0-9]+)(?: with torchrun .* or srun --ntasks [0-9]+)?", _world, message
     )
     message = re.sub(r"but ([0-9]+) (?:is|are) running", r"but --world is \1", message)
+    for text, option in _ROWS:
+        message = re.sub(text, option, message)
     message = re.sub(r"\b(ranks per host|world) = ", lambda found: f"--{found[1].replace(' ', '-')} ", message)
     return re.sub(r"parallel\.(\w+)( = )?", lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
 

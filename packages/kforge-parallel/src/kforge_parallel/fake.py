@@ -19,7 +19,7 @@ from kforge_parallel.config import ParallelConfig
 from kforge_parallel.estimate import gb
 from kforge_parallel.layout import check_layout
 from kforge_parallel.mesh import build_mesh
-from kforge_parallel.shape import parameters_of, sizes_of
+from kforge_parallel.shape import WANTED, parameters_of, sizes_of
 from kforge_parallel.weight_bytes import Model, held_shapes, hold
 from kforge_parallel.work import Work, storage_bytes
 from kforge_parallel.world import World
@@ -82,6 +82,8 @@ def check_rank(
     config = replace(config, device="cpu")
     with torch.device("meta"):
         whole = build()
+    if not isinstance(whole, nn.Module):
+        raise ValueError(f"build made {type(whole).__name__} {whole!r}, and no module; let it return the model")
     axes = check_layout(config, world_size, getattr(whole, "shape", None))
     listed = parameters_of(whole, blocks=blocks, plan=plan)
     join_fake_world(rank, world_size)
@@ -100,7 +102,7 @@ def check_rank(
                 f"rank {rank} holds {name} as {found[name]}, and estimates count {part}; this is a fault of kforge"
             )
     size = storage_bytes(config) * sum(math.prod(part) for part in found.values())
-    if shape:
+    if all(key in shape for key in WANTED):
         told = hold(Model(sizes_of(shape), listed), config, axes, Work(row_tokens=1), rank).parameters
         if told != size:
             raise RuntimeError(

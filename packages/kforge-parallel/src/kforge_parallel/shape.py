@@ -23,6 +23,10 @@ n_experts (0), moe_top_k (2), moe_layers (all; fewer: the last ones), expert_dim
 the shared experts together: 0), loss_chunk_tokens (2048; 0: all logits at once), mtp_depth (0)."""
 
 
+WANTED = ("vocab_size", "dim", "n_layers", "n_heads")
+"""Sizes without which nothing can be estimated."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of the whole model."""
@@ -78,12 +82,12 @@ class Sizes:
 
 
 def sizes_of(shape: ModelShape) -> Sizes:
-    """Raises ValueError that names a size which is missing or below 1."""
-    for key in ("vocab_size", "dim", "n_layers", "n_heads"):
+    """Raises ValueError that names a size which is missing or below 1, or does not go with the others."""
+    for key in WANTED:
         if key not in shape:
             raise ValueError(f"shape has no {key}; an estimate wants vocab_size, dim, n_layers and n_heads")
     for key, value in shape.items():
-        least = 1 if key in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim") else 0
+        least = 1 if key in (*WANTED, "n_kv_heads", "head_dim", "ffn_dim") else 0
         if not isinstance(value, int) or value < least:
             raise ValueError(f"shape.{key} = {value!r} must be a whole number of at least {least}")
     dim, layers, heads = shape["dim"], shape["n_layers"], shape["n_heads"]
@@ -110,6 +114,14 @@ def sizes_of(shape: ModelShape) -> Sizes:
     )
     if sizes.heads % sizes.kv_heads:
         raise ValueError(f"shape.n_heads = {sizes.heads} must be a multiple of shape.n_kv_heads = {sizes.kv_heads}")
+    if "head_dim" not in shape and dim % heads:
+        raise ValueError(f"shape.dim = {dim} must be a multiple of shape.n_heads = {heads}, or head_dim be given")
+    if experts and not 0 < sizes.top_k <= experts:
+        raise ValueError(
+            f"shape.moe_top_k = {sizes.top_k} must be from 1 to shape.n_experts = {experts}: a token goes to so many"
+        )
+    if sizes.moe_layers > layers:
+        raise ValueError(f"shape.moe_layers = {sizes.moe_layers} must be at most shape.n_layers = {layers}")
     if sizes.matrices not in (2, 3):
         raise ValueError(f"shape.mlp_matrices = {sizes.matrices} must be 3 (gated) or 2 (plain)")
     return sizes
