@@ -174,7 +174,7 @@ def _option(name: str) -> str:
     return "--" + name.replace("bytes_per_s", "gb_s").replace("peak_flops", "peak_tflops").replace("_", "-")
 
 
-_ROWS = (
+_FLAGS = (
     (r"set (?:parallel\.)?sequence_parallel to false", "give --no-sequence-parallel"),
     (r"set (?:parallel\.)?sequence_parallel to true", "leave --no-sequence-parallel out"),
     (r"parallel\.sequence_parallel = false", "--no-sequence-parallel"),
@@ -188,7 +188,7 @@ def _own_words(message: str) -> str:
         r"start (?:(a multiple of) )?([0-9]+)(?: with torchrun .* or srun --ntasks [0-9]+)?", _world, message
     )
     message = re.sub(r"but ([0-9]+) (?:is|are) running", r"but --world is \1", message)
-    for text, option in _ROWS:
+    for text, option in _FLAGS:
         message = re.sub(text, option, message)
     message = re.sub(r"\b(ranks per host|world) = ", lambda found: f"--{found[1].replace(' ', '-')} ", message)
     return re.sub(r"parallel\.(\w+)( = )?", lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
