@@ -126,6 +126,9 @@ def child(name: str, session: Session, tokens: str, run_dir: str, started: float
         found = _timing.run_trainer(spread.row, tokens, run_dir, started, spread.trace)
     found["gpu"] = torch.cuda.get_device_name() if spread.row.device == "cuda" else None
     Path(run_dir, f"rank-{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads abort now and then at a normal exit
 
 
 def measure(

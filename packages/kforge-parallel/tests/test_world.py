@@ -173,14 +173,13 @@ def test_c34_two_slurm_jobs_on_one_host_at_once(jobs):
 
 
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist, kforge_parallel as kp
+import sys, torch, torch.distributed as dist, kforge_parallel as kp
 mesh = kp.launch()
 total = torch.ones(1)
 dist.all_reduce(total)
 sys.stdout.write(f"sum {int(total)} of {mesh.size}\\n")  # one write: the other process has the same pipe
 sys.stdout.flush()
 kp.shutdown()
-os._exit(0)  # gloo's threads abort now and then at a normal exit
 """
 
 
@@ -197,6 +196,25 @@ def test_c34_two_torchrun_jobs_on_one_host_at_once(tmp_path):
     finally:
         for job in jobs:
             job.kill()
+
+
+LAST_COLLECTIVE = """
+import sys, torch, torch.distributed as dist, kforge_parallel as kp
+kp.launch()
+tensor = torch.ones(3)
+sys.setswitchinterval(100.0)  # a thread gets the interpreter when this one waits, and at no other time
+dist.all_reduce(tensor, async_op=True)
+for _ in range(10**7):
+    pass
+"""
+
+
+def test_a_script_may_end_right_behind_a_collective():
+    # Without the last moment that launch asks for, about every second of these is aborted while Python exits.
+    command = [sys.executable, "-c", LAST_COLLECTIVE]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) for _ in range(6)]
+    assert [(run.communicate(timeout=100)[1], run.returncode) for run in runs] == [("", 0)] * 6
 
 
 def refused_port(rank, world):

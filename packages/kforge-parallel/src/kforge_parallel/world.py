@@ -6,10 +6,12 @@ processes before any of them waits for another, and only then joins the group.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kforge_parallel")
 _MOST_HOSTS = 65_536
+_LAST_MOMENT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,8 @@ def launch(config: ParallelConfig | None = None, env: Mapping[str, str] | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)
         record_flights()
+    atexit.unregister(_let_threads_end)
+    atexit.register(_let_threads_end)
     if not dist.is_initialized():
         set_interfaces(world)
         _join(config, world, device, _job(env), str(axes))
@@ -296,3 +301,12 @@ def shutdown() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _let_threads_end() -> None:
+    """Give gloo's threads the interpreter once more before it goes away.
+
+    A thread that is done with a collective gives the tensor back, for which it needs the interpreter. One that gets to
+    ask for it only while Python exits is ended by Python within a destructor, and that aborts the process.
+    """
+    time.sleep(_LAST_MOMENT_S)
