@@ -46,6 +46,10 @@ from kforge_parallel.work import Work
 
 _log = logging.getLogger("kforge_parallel")
 
+LINEAR_SUMS: tuple[str, ...] = ()
+"""Types of device on which gradients of linear weights are added inside of their products (`linear_sums`), where FSDP2
+does not wrap the model: ("cuda",), once it is measured. ``benchmarks/h200.py --rows 8b,8b-sums`` times both."""
+
 
 def parallelize(
     build: Callable[[], nn.Module],
@@ -166,6 +170,10 @@ def parallelize(
     if not wrapped:  # FSDP2 gives gradients in the dtype of the weights; alone, they can be fp32 to the optimizer
         sum_gradients(model, precision.reduce)
         keep_in_fp8(model)
+        if mesh.device.type in LINEAR_SUMS:
+            from kforge_parallel.linear_sums import sum_in_products  # loads the compiler
+
+            sum_in_products(model)
         if cast_inputs:
             model.register_forward_pre_hook(partial(_cast, precision.compute), with_kwargs=True)
     # What is offloaded is copied before it is gathered, and a schedule that computes the gradients of weights apart

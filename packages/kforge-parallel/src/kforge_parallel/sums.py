@@ -38,8 +38,9 @@ class Sum:
         parameter.register_hook(partial(self.before, parameter))
         parameter.register_post_accumulate_grad_hook(self.after)
 
-    def before(self, parameter: nn.Parameter, _: Tensor) -> None:
-        self.total, parameter.grad = parameter.grad, None
+    def before(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is not None:  # autograd tells of none, too, and then nothing comes after
+            self.total, parameter.grad = parameter.grad, None
 
     @torch.no_grad()
     def after(self, parameter: nn.Parameter) -> None:
