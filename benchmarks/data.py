@@ -98,11 +98,12 @@ def rows_of(folder: Path, tokens: int, turns: int) -> list[dict[str, Any]]:
             return batch
 
         same = [value for value in make().values() if isinstance(value, torch.Tensor)]
+        there = [[torch.empty_like(tensor) for tensor in same] for _ in range(2)]  # in turns, as batches are kept
 
-        def copy(same: Any = same, ids: Any = ids) -> None:
-            for _ in ids:
-                batch = [tensor.clone() for tensor in same]  # kept until the next one is there, as a batch is
-            del batch
+        def copy(same: Any = same, there: Any = there, ids: Any = ids) -> None:
+            for step in range(len(ids)):
+                for to, tensor in zip(there[step % 2], same, strict=True):
+                    to.copy_(tensor)
 
         def loop(source: Any = source, ids: Any = ids) -> None:
             token_loop(source.read_rows(ids[0][:2], ROW))

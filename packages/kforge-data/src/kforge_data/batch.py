@@ -52,7 +52,7 @@ def make_batch(
 ) -> Batch:
     """Read and pack rows [B] into a batch on the host; ids of -1, which must come last, give rows of padding.
     ``transforms`` change the raw rows in between, and ``allocate`` gives the memory of the batch."""
-    real = row_ids[row_ids != PADDING_ROW]
+    real = row_ids[row_ids != PADDING_ROW] if row_ids[-1] == PADDING_ROW else row_ids
     block = apply(transforms, source.read_rows(real, row_tokens)) if real.size else merged([], 0, row_tokens)
     return pack_batch(
         block.padded(len(row_ids)),

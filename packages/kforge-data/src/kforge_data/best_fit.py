@@ -166,8 +166,7 @@ class PackedDocuments:
         """1 for pieces that fill a row and are not the end of their document, else 0."""
         result = np.zeros(len(picked), np.int64)
         for i in np.flatnonzero(lengths == width).tolist():
-            end = self.stream.document_bounds(int(plan.documents[picked[i]]), int(plan.documents[picked[i]]) + 1)[1]
-            result[i] = starts[i] + width < end
+            result[i] = starts[i] + width < self.stream.document_end(int(plan.documents[picked[i]]))
         return result
 
     def epoch_size(self, row_tokens: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ is used again as soon as nothing refers to it: every array cut from a block refe
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -31,22 +32,19 @@ class Cutter:
         """Where in the block each array lies, in the order in which they were asked for; -1: not in it."""
 
     def __call__(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        kind = np.dtype(dtype)
-        size = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        size = np.dtype(dtype).itemsize * math.prod(shape)
         begin = -(-self._used // _ALIGN) * _ALIGN
         if begin + size > len(self._block):
             self.offsets.append(-1)
-            return np.empty(shape, kind)
+            return np.empty(shape, dtype)
         self._used = begin + size
         self.offsets.append(begin)
-        return cut(self._block, begin, shape, kind)
+        return cut(self._block, begin, shape, dtype)
 
 
 def cut(block: NDArray[np.uint8], begin: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """The array of this shape and type that lies at a place of a block."""
-    kind = np.dtype(dtype)
-    size = kind.itemsize * int(np.prod(shape, dtype=np.int64))
-    return block[begin : begin + size].view(kind).reshape(shape)
+    return np.ndarray(shape, dtype, block, begin)
 
 
 class Blocks:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 SEQLEN_MULTIPLE = 128
+_INT16_MAX, _INT32_MAX = 2**15 - 1, 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,19 @@ class PackedRows:
     """Longest document, rounded up to a multiple of 128, at most S. S when documents are not isolated."""
 
 
-def row_labels(block: RowBlock, allocate: Allocate = np.empty) -> NDArray[np.int64]:
-    """Labels [R, S] of a block: the next token, -100 across document boundaries, on padding and where masked."""
+def row_labels(block: RowBlock, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Labels [R, S] of a block: the next token, -100 across document boundaries, on padding and where masked.
+
+    ``out`` gives their memory."""
     rows, width = block.tokens.shape
-    labels: NDArray[np.int64] = allocate((rows, width - 1), np.int64)
+    labels = np.empty((rows, width - 1), np.int64) if out is None else out
     labels[:] = block.tokens[:, 1:]
-    labels[block.start_rows, block.start_columns - 1] = IGNORE
+    labels.reshape(-1)[block.start_rows * (width - 1) + block.start_columns - 1] = IGNORE
     if block.masked is not None:
         labels[block.masked[:, 1:]] = IGNORE
-    for row in np.flatnonzero(block.valid < width).tolist():
-        labels[row, max(int(block.valid[row]) - 1, 0) :] = IGNORE
+    for row, valid in enumerate(block.valid.tolist()):
+        if valid < width:
+            labels[row, max(valid - 1, 0) :] = IGNORE
     return labels
 
 
@@ -62,73 +66,51 @@ def pack_rows(
     this block needs. `allocate` gives the memory. ValueError if the block holds more documents than fit.
     """
     rows, length = block.tokens.shape[0], block.tokens.shape[1] - 1
-    input_ids: NDArray[np.int64] = allocate((rows, length), np.int64)
+    arrays: NDArray[np.int64] = allocate((4 if isolate_documents else 3, rows, length), np.int64)
+    input_ids, labels, positions = arrays[0], arrays[1], arrays[2]
     input_ids[:] = block.tokens[:, :length]
-    labels = row_labels(block, allocate)
-    positions: NDArray[np.int64] = allocate((rows, length), np.int64)
+    row_labels(block, labels)
     if not isolate_documents:
         positions[:] = np.arange(length)
         return PackedRows(input_ids, labels, positions, None, None, length)
     total = rows * length
-    if total > np.iinfo(np.int32).max:
+    if total > _INT32_MAX:
         raise ValueError(f"{rows} rows of {length} tokens are more than int32 boundaries can count; use fewer rows")
-    starts = _document_starts(block, length)
+    bounds = _document_bounds(block, length)
+    starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
     if cu_length is None:
-        cu_length = len(starts) + 1
-    if len(starts) >= cu_length:
+        cu_length = len(bounds)
+    if len(bounds) > cu_length:
         raise ValueError(f"{len(starts)} documents do not fit into cu_seqlens of length {cu_length}; make it longer")
-    lengths = np.diff(starts, append=total)
-    # Document number inside the row: number in the block, less that of the row's first document.
-    first_of_row = np.flatnonzero(starts % length == 0)
-    number = np.arange(len(starts)) - np.repeat(first_of_row, np.diff(first_of_row, append=len(starts)))
-    doc_ids: NDArray[np.int64] = allocate((rows, length), np.int64)
-    _fill_documents(positions.reshape(-1), doc_ids.reshape(-1), starts, lengths, number)
+    row = starts // length
+    column = starts - row * length
+    number = np.arange(len(starts)) - (column == 0).nonzero()[0][row]  # of each document in its row
+    # Made in the smallest type that holds a column, then widened: bytes that are written are what costs most.
+    kind = np.int16 if length <= _INT16_MAX else np.int32
+    each = np.repeat(np.array((column, number), kind), lengths, axis=1).reshape(2, rows, length)
+    np.subtract(np.arange(length, dtype=kind), each[0], out=each[0])
+    arrays[2:] = each
     cu_seqlens: NDArray[np.int32] = allocate((cu_length,), np.int32)
-    cu_seqlens[: len(starts)] = starts
-    cu_seqlens[len(starts) :] = total
+    cu_seqlens[: len(bounds)] = bounds
+    cu_seqlens[len(bounds) :] = total
     longest = int(lengths.max(initial=1))
     return PackedRows(
         input_ids=input_ids,
         labels=labels,
         position_ids=positions,
-        doc_ids=doc_ids,
+        doc_ids=arrays[3],
         cu_seqlens=cu_seqlens,
         max_seqlen=min(length, -(-longest // SEQLEN_MULTIPLE) * SEQLEN_MULTIPLE),
     )
 
 
-# Documents of so many tokens, on the mean, are filled in one after the other; shorter ones all at once.
-_LONG = 256
-
-
-def _fill_documents(
-    positions: NDArray[np.int64],
-    doc_ids: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    number: NDArray[np.int64],
-) -> None:
-    """Positions 0.. of each document, and its number, into arrays [n] that documents at ``starts`` fill."""
-    if len(starts) * _LONG <= len(positions):
-        count = np.arange(int(lengths.max(initial=0)))
-        for start, size, which in zip(starts.tolist(), lengths.tolist(), number.tolist(), strict=True):
-            positions[start : start + size] = count[:size]
-            doc_ids[start : start + size] = which
-        return
-    np.subtract(np.arange(len(positions)), np.repeat(starts, lengths), out=positions)
-    doc_ids[:] = np.repeat(number, lengths)
-
-
-def _document_starts(block: RowBlock, length: int) -> NDArray[np.int64]:
-    """Where documents begin in the rows laid end to end: every row, every start inside one, and its padding."""
-    inside = block.start_columns < length
-    padded = np.flatnonzero((block.valid > 0) & (block.valid < length))
-    starts = np.concatenate(
-        [
-            np.arange(len(block.valid)) * length,
-            block.start_rows[inside] * length + block.start_columns[inside],
-            padded * length + block.valid[padded],
-        ]
+def _document_bounds(block: RowBlock, length: int) -> NDArray[np.int64]:
+    """Where documents begin in the rows laid end to end: every row, every start inside one, and its padding; and as
+    last entry R*S."""
+    rows, inside = len(block.valid), block.start_rows * length + block.start_columns
+    padded = [row * length + valid for row, valid in enumerate(block.valid.tolist()) if 0 < valid < length]
+    bounds = np.concatenate(
+        [np.arange(0, (rows + 1) * length, length), inside[block.start_columns < length], np.array(padded, np.int64)]
     )
-    starts.sort()
-    return starts
+    bounds.sort()
+    return bounds

@@ -123,9 +123,10 @@ class TokenStream:
             low, high = max(first - base, 0), min(last - base, len(docs) - 1)
             if low < high:
                 parts.append(docs[low:high] + self._first_token[shard])
-        return np.append(np.concatenate([np.empty(0, np.int64), *parts]), self._end_of(last - 1))
+        return np.append(np.concatenate([np.empty(0, np.int64), *parts]), self.document_end(last - 1))
 
-    def _end_of(self, document: int) -> int:
+    def document_end(self, document: int) -> int:
+        """Stream position at which a document ends; 0 for document -1."""
         if document < 0:
             return 0
         shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
@@ -210,45 +211,54 @@ class TokenStream:
     def read_rows(self, row_ids: NDArray[np.int64], row_tokens: int) -> RowBlock:
         """Rows of these ids, each with its look-ahead token and the document starts inside it."""
         row_ids = np.asarray(row_ids, np.int64).reshape(-1)
-        rows = self.row_count(row_tokens)
-        if row_ids.size and (row_ids.min() < 0 or row_ids.max() >= rows):
-            raise ValueError(f"row {row_ids.min()}..{row_ids.max()} asked for; there are {rows} of {row_tokens} tokens")
+        rows, width = self.row_count(row_tokens), row_tokens + 1
+        numbers = row_ids.tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < rows:
+            raise ValueError(f"row {min(numbers)}..{max(numbers)} asked for; there are {rows} of {row_tokens} tokens")
         starts = row_ids * row_tokens
-        stops = np.minimum(starts + row_tokens + 1, self.tokens)
-        tokens = np.empty((len(row_ids), row_tokens + 1), self.dtype)
-        bounds = self._first_token
-        first = np.searchsorted(bounds, starts, side="right") - 1
-        last = np.searchsorted(bounds, stops - 1, side="right") - 1
-        start_rows, start_columns = [], []
-        touched = {s for a, b in zip(first.tolist(), last.tolist(), strict=True) for s in range(a, b + 1)}
-        for shard in sorted(touched):
-            here = np.flatnonzero((first <= shard) & (shard <= last))
-            base = int(bounds[shard])
-            a, b = starts[here], np.minimum(stops[here], bounds[shard + 1])
-            low, high = np.maximum(a, base), b
-            source = self._bins[shard]
-            for row, column, lo, hi in zip(
-                here.tolist(), (low - a).tolist(), (low - base).tolist(), (high - base).tolist(), strict=True
-            ):
-                tokens[row, column : column + hi - lo] = source[lo:hi]
-            # Documents that start in (a, b): column 0 needs no mark.
-            begins = self._docs[shard][:-1]
-            i = np.searchsorted(begins, np.maximum(low, a + 1) - base)
-            counts = np.searchsorted(begins, high - base) - i
-            picked = np.repeat(i - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-            start_rows.append(np.repeat(here, counts))
-            start_columns.append(begins[picked] + base - np.repeat(a, counts))
-        valid = stops - starts
-        for row in np.flatnonzero(valid <= row_tokens).tolist():
-            tokens[row, valid[row] :] = 0
-        at_rows = np.concatenate(start_rows) if start_rows else np.empty(0, np.int64)
-        at_columns = np.concatenate(start_columns) if start_columns else np.empty(0, np.int64)
-        if len(start_rows) > 1:
-            order = np.lexsort((at_columns, at_rows))
-            at_rows, at_columns = at_rows[order], at_columns[order]
-        at = np.arange(len(row_ids)) * (row_tokens + 1)
-        masked = self.masked_pieces(starts, valid, at, tokens.shape)
+        valid = np.minimum(self.tokens - starts, width)
+        row, column, shard, low, high = self._parts(starts, valid)
+        first, last = self._documents_in(shard, low + (column == 0), high)  # one at column 0 needs no mark
+        tokens, begins = np.empty((len(row_ids), width), self.dtype), [np.empty(0, np.int64)]
+        flat, bins, docs = tokens.reshape(-1), self._bins, self._docs
+        at = row * width + column
+        parts = zip(*(x.tolist() for x in (shard, at, low, high, first, last)), strict=True)
+        for s, to, lo, hi, i, j in parts:
+            flat[to : to + hi - lo] = bins[s][lo:hi]
+            begins.append(docs[s][i:j])
+        for i, count in enumerate(valid.tolist()):
+            if count < width:
+                tokens[i, count:] = 0
+        counts = last - first
+        at_rows, at_columns = np.repeat(row, counts), np.concatenate(begins) + np.repeat(column - low, counts)
+        masked = self.masked_pieces(starts, valid, np.arange(0, tokens.size, width), tokens.shape)
         return RowBlock(tokens, valid, at_rows, at_columns, np.zeros(len(row_ids), np.int16), masked)
+
+    def _parts(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Of each part of stream[starts[i] : starts[i] + lengths[i]] that lies in one file, in order: i, where in i it
+        is, the file, and from where to where in that."""
+        bounds, i = self._first_token, np.arange(len(starts))
+        if len(self._bins) == 1:
+            zero = np.zeros(len(i), np.int64)
+            return i, zero, zero, starts, starts + lengths
+        stops = starts + lengths
+        first = bounds.searchsorted(starts, side="right") - 1
+        files = bounds.searchsorted(stops) - first
+        i = np.repeat(i, files)
+        shard = first[i] + np.arange(len(i)) - i.searchsorted(i)
+        low, high = np.maximum(starts[i], bounds[shard]), np.minimum(stops[i], bounds[shard + 1])
+        return i, low - starts[i], shard, low - bounds[shard], high - bounds[shard]
+
+    def _documents_in(
+        self, shard: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """[2, P]: of each part low..high-1 of a file the first document that begins in it, and the one after the last;
+        as the file numbers them."""
+        edges = np.array((low, high))
+        for number in set(shard.tolist()):
+            here = slice(None) if len(self._bins) == 1 else np.flatnonzero(shard == number)
+            edges[:, here] = self._docs[number][:-1].searchsorted(edges[:, here])
+        return edges
 
     def max_documents(self, row_tokens: int) -> int:
         """The most documents that any one row holds, parts and padding counted. One pass over the offsets, kept."""
