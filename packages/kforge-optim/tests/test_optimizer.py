@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from kforge_optim import OptimConfig, Optimizer, Rates, Slot, build_optimizer, clip, register_optimizer
+from kforge_optim import GroupRule, OptimConfig, Optimizer, Rates, Slot, build_optimizer, clip, register_optimizer
 from kforge_testing import run_ranks
 
 NAMES = ["adamw", "muon"]
@@ -349,6 +349,15 @@ def test_unknown_optimizer_lists_the_known_ones_and_a_decorator_adds_one() -> No
     optimizer.step()
     torch.testing.assert_close((model.layers["0"].down.weight - before).abs(), torch.full_like(before, 0.5))
     assert optimizer.lrs()["embeddings"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["lion", "cautious_lion", "schedule_free", "torch.optim.NAdam"])
+def test_moments_of_adamw_are_refused_where_it_owns_nothing(name: str) -> None:
+    rest = {"schedule": "constant"} if name == "schedule_free" else {}
+    with pytest.raises(ValueError, match=rf"optim.moments = bf16 is how AdamW .* owns nothing beside {name}; leave it"):
+        build_optimizer(tiny(), config(name, moments="bf16", **rest), 10)
+    shared = (GroupRule(name="ends", role="embeddings", optimizer="adamw"),)
+    assert build_optimizer(tiny(), config(name, moments="bf16", groups=shared, **rest), 10)
 
 
 def _multiplied(rank: int, world: int) -> None:

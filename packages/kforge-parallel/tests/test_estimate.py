@@ -139,7 +139,7 @@ def test_offload_leaves_the_device():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="microbatches = 0 must be at least 1"):
+    with pytest.raises(ValueError, match="microbatches = 0 must be a whole number of at least 1"):
         Work(row_tokens=8, microbatches=0)
     with pytest.raises(ValueError, match="optimizer = 'sgd': of its state nothing is known; use one of adamw"):
         Work(row_tokens=8, optimizer="sgd")
@@ -183,3 +183,9 @@ def test_a_model_of_another_kind_is_counted_exactly(options):
     for rank, found in enumerate(run_ranks(bytes_of, 4, options, init=False)):
         e = estimate_layout(shape, config, 4, Work(row_tokens=8), rank=rank, parameters=listed)
         assert [e.parameters, e.gradients, e.moments] == found
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_there_is_not_is_refused(rank):
+    with pytest.raises(ValueError, match=f"rank = {rank} is none of 2 processes; use 0 to 1"):
+        told(world=2, rank=rank)

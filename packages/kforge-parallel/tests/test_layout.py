@@ -130,6 +130,23 @@ def test_what_only_cuda_can_do_is_refused_on_the_cpu(option):
         assert check_layout(ParallelConfig(device="cuda", tp=2, cpu_offload=True), 2)["tp"] == 2
 
 
+def test_products_in_8_bits_give_bf16_on_a_gpu():
+    for precision in ("fp16", "tf32", "fp32", "fp64"):
+        fp8 = {"fp8": "rowwise", "precision": precision}
+        with pytest.raises(ValueError, match=f"rowwise gives bf16 on a GPU, but parallel.precision = {precision}"):
+            check_layout(ParallelConfig(device="cuda", **fp8), 1)
+        assert check_layout(ParallelConfig(device="cpu", **fp8), 1)
+    assert check_layout(ParallelConfig(device="cuda", fp8="rowwise"), 1)
+
+
+def test_what_is_no_size_is_refused():
+    for wrong in (True, 8.0, -8, 0, "8", None, float("nan")):
+        with pytest.raises(ValueError, match=r"shape\.n_heads = .* must be a whole number of at least 1"):
+            check_layout(ParallelConfig(), 1, {"n_heads": wrong})
+    with pytest.raises(ValueError, match=r"shape\.sinks = 'no' must be true or false"):
+        check_layout(ParallelConfig(), 1, {"sinks": "no"})
+
+
 sizes = st.integers(1, 24)
 
 

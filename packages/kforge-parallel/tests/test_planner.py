@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import subprocess
@@ -107,6 +108,7 @@ def test_bubbles():
         ({"efficiency": 1.5}, "a share of the peak"),
         ({"peak_flops": 0.0}, "above 0"),
         ({"network_bytes_per_s": math.inf}, "above 0"),
+        ({"gpus_per_host": 1.5}, "must be a whole number"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(options, told):
@@ -144,7 +146,7 @@ def test_the_command_as_json_and_its_errors(tmp_path, capsys):
     assert main([*words, "--memory", "141"]) == 2
     assert "--memory 141 is 141 bytes, less than any device has; write 141GB" in capsys.readouterr().err
     assert main([*words, "--memory", "80GB", "--global-rows", "0"]) == 2
-    assert "global_rows = 0 must be above 0" in capsys.readouterr().err
+    assert "--global-rows 0 must be a whole number above 0" in capsys.readouterr().err
     file.write_text(json.dumps({**SMALL, "n_layer": 3}))
     assert main([*words, "--memory", "80GB"]) == 2
     assert "did you mean n_layers" in capsys.readouterr().err
@@ -157,3 +159,110 @@ def test_sizes_of_memory_and_files(tmp_path):
     file = tmp_path / "shape.toml"
     file.write_text("dim = 64\ntie_embeddings = true\n")
     assert read_shape(str(file)) == {"dim": 64, "tie_embeddings": True}
+
+
+OPTIONS = {
+    "precision": ("bf16", "fp16", "tf32", "fp32"),
+    "storage": ("fp32", "split", "stochastic"),
+    "fp8": ("none", "tensorwise", "rowwise"),
+    "schedule": ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"),
+    "optimizer": ("adamw", "lion", "cautious_lion", "muon", "schedule_free", "none"),
+    "moments": ("fp32", "bf16", "int8"),
+}
+
+
+def can_be(precision, storage, fp8, optimizer, moments, **_):
+    narrow = precision == "bf16" or (storage == "fp32" and fp8 == "none")
+    return narrow and (moments == "fp32" or optimizer in ("adamw", "muon"))
+
+
+def test_any_two_options_are_planned_for_or_refused_by_name(tmp_path, capsys):
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps(SMALL))
+    first = {name: words[0] for name, words in OPTIONS.items()}
+    for a, b in itertools.combinations(OPTIONS, 2):
+        for one, other in itertools.product(OPTIONS[a], OPTIONS[b]):
+            chosen = {**first, a: one, b: other}
+            words = [word for name, value in chosen.items() for word in (f"--{name}", value)]
+            code = main(["plan", "--shape", str(file), "--gpus", "1", "--memory", "80GB", *words])
+            error = capsys.readouterr().err
+            assert code == (0 if can_be(**chosen) else 2), (chosen, error)
+            assert (f"--{a}" in error and f"--{b}" in error) == (not can_be(**chosen)), error
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("dim = true", "shape.dim = True must be a whole number of at least 1"),
+        ("n_layers = 2.5", "shape.n_layers = 2.5 must be a whole number"),
+        ("n_layers = 4.0", "shape.n_layers = 4.0 must be a whole number"),
+        ("ffn_dim = nan", "shape.ffn_dim = nan must be a whole number"),
+        ("vocab_size = inf", "shape.vocab_size = inf must be a whole number"),
+        ("n_heads = -4", "shape.n_heads = -4 must be a whole number of at least 1"),
+        ("n_heads = 0", "shape.n_heads = 0 must be a whole number of at least 1"),
+        ('dim = "256"', "shape.dim = '256' must be a whole number"),
+        ("n_experts = true", "shape.n_experts = True must be a whole number of at least 0"),
+        ("n_experts = -1", "shape.n_experts = -1 must be a whole number of at least 0"),
+        ("moe_top_k = [2]", "shape.moe_top_k = [2] must be a whole number"),
+        ('qk_norm = "yes"', "shape.qk_norm = 'yes' must be true or false"),
+        ("tie_embeddings = -1", "shape.tie_embeddings = -1 must be true or false"),
+    ],
+)
+def test_what_is_no_size_is_refused_in_a_file(tmp_path, capsys, line, told):
+    key = line.split()[0]
+    file = tmp_path / "shape.toml"
+    file.write_text("\n".join([f"{name} = {size}" for name, size in SMALL.items() if name != key] + [line]))
+    assert main(["plan", "--shape", str(file), "--gpus", "1", "--memory", "80GB"]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--gpus", text) for text in ("0", "-1", "1.5", "nan", "inf", "true")),
+        *(("--memory", text) for text in ("0GB", "-80GB", "nan", "inf", "1e999", "true")),
+        *(("--row-tokens", text) for text in ("0", "-1", "1.5", "nan")),
+        *(("--global-rows", text) for text in ("0", "-1", "1.5", "inf")),
+        *(("--gpus-per-host", text) for text in ("0", "-8", "0.5", "nan")),
+        *((name, text) for name in ("--peak-tflops", "--efficiency") for text in ("0", "-1", "nan", "inf", "many")),
+        *((name, text) for name in ("--host-gb-s", "--network-gb-s") for text in ("0", "-1", "nan", "inf", "many")),
+    ],
+    ids=" ".join,
+)
+def test_what_is_no_number_is_refused_on_the_command_line(tmp_path, capsys, words):
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps(SMALL))
+    name, text = words
+    try:
+        code = main(["plan", "--shape", str(file), "--gpus", "1", "--memory", "80GB", f"{name}={text}"])
+    except SystemExit as refused:
+        code = refused.code
+    assert code == 2 and name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"gpus": True}, "gpus = True must be a whole number above 0"),
+        ({"gpus": 2.0}, "gpus = 2.0 must be a whole number above 0"),
+        ({"global_rows": 1.5}, "global_rows = 1.5 must be a whole number above 0"),
+        ({"memory": math.nan}, "memory = nan must be bytes"),
+        ({"memory": math.inf}, "memory = inf must be bytes"),
+        ({"memory": True}, "memory = True must be bytes"),
+    ],
+)
+def test_what_is_no_number_is_refused_of_a_program(changes, told):
+    with pytest.raises(ValueError, match=told):
+        plan(**changes)
+
+
+def test_a_moment_that_an_optimizer_has_not_is_refused():
+    with pytest.raises(ValueError, match="moments = 'int8' is how AdamW keeps its moments, and optimizer = 'lion'"):
+        Work(row_tokens=8, optimizer="lion", moments="int8")
+    with pytest.raises(ValueError, match="row_variance = true is a moment of muon, and optimizer = 'adamw'"):
+        Work(row_tokens=8, row_variance=True)
+    assert Work(row_tokens=8, optimizer="muon", moments="int8", row_variance=True)
+    with pytest.raises(ValueError, match="microbatches = True must be a whole number"):
+        Work(row_tokens=8, microbatches=True)
+    with pytest.raises(ValueError, match=r"row_tokens = 8\.5 must be a whole number"):
+        Work(row_tokens=8.5)

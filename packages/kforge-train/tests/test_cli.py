@@ -244,6 +244,28 @@ def test_overrides_are_split_from_the_rest() -> None:
     assert rest == ["tiny", "--json", "x"]
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpus", "3"], "data.global_rows = 64 cannot be shared evenly by 3 data ranks"),
+        (["--parallel.fp8", "rowwise", "--parallel.precision", "fp32"], "parallel.fp8 = rowwise gives bf16 on a GPU"),
+        (["--gpus", "4", "--parallel.pp", "4"], "wants at least as many microbatches as its 4 stages"),
+        (["--gpus", "4", "--parallel.cp", "4", "--data.row_tokens", "1020"], "data.row_tokens = 1020 cannot be split"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_estimate_refuses_what_training_does(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["estimate", "--model.preset", "llama3-1b", "--data.global_rows", "64"]
+    assert main([*job, *words]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_estimate_counts_the_moments_of_the_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["estimate", "--model.preset", "llama3-1b", "--optim.name", "lion", "--optim.offload", "true"]
+    assert main(job) == 0
+    assert "  moments         0.00 MB" in capsys.readouterr().out
+
+
 def test_estimate_prints_parts_and_decides_on_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["estimate", "--gpus", "8", "--model.preset", "llama3-8b", "--data.global_rows", "64"]
     job += ["--data.microbatch_rows", "1", "--parallel.compile"]

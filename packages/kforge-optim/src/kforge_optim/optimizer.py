@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kforge_optim import adamw as _adamw  # noqa: F401  (registers itself)
-from kforge_optim import lion as _lion  # noqa: F401  (registers itself)
-from kforge_optim import muon as _muon  # noqa: F401  (registers itself)
-from kforge_optim import schedule_free as _schedule_free  # noqa: F401  (registers itself)
+from kforge_optim import lion as _lion
+from kforge_optim import muon as _muon
+from kforge_optim import schedule_free as _schedule_free
 from kforge_optim import split
 from kforge_optim.algorithm import Algorithm, Rates, Slot, SplitAlgorithm, build_algorithm
 from kforge_optim.config import GroupRule, OptimConfig
@@ -483,8 +483,8 @@ def build_optimizer(
 
     Raises ValueError for an unknown optimizer or schedule (listing the known ones), lengths that do not fit, weights
     in less than float32 under ``fp32``, another storage where nothing is bfloat16, a model without trainable
-    parameters, rules and ``fused_weights`` that do not fit the model, an ``adamw_lr`` where AdamW has nothing, and
-    ``offload`` of an optimizer that takes matrices only.
+    parameters, rules and ``fused_weights`` that do not fit the model, an ``adamw_lr`` or ``moments`` where AdamW has
+    nothing, and ``offload`` of an optimizer that takes matrices only.
     """
     named = [(config.name, config.options), ("adamw", {}), *_optimizers_of((*config.groups, *(r for _, r in rules)))]
     known = {algorithm_name(*one): one for one in named}
@@ -518,6 +518,11 @@ def build_optimizer(
             f"optim.adamw_lr = {config.adamw_lr} is the rate of what AdamW owns beside {config.name}, and it owns "
             "nothing; leave it out"
         )
+    if config.moments != "fp32" and not any(_may_read_moments(one) for one in algorithms.values()):
+        raise ValueError(
+            f"optim.moments = {config.moments} is how AdamW keeps its moments, and it owns nothing beside "
+            f"{config.name}; leave it out"
+        )
     if lr_scales is not None:
         factors = {clean_name(name): factor for name, factor in lr_scales.items()}
         unknown = sorted(factors.keys() - {clean_name(name) for name, _ in unwrapped(every).named_parameters()})
@@ -539,6 +544,11 @@ def build_optimizer(
         ema=_ema_of(config),
         offload=config.offload,
     )
+
+
+def _may_read_moments(algorithm: Algorithm) -> bool:
+    """Whether ``optim.moments`` may be meant for an algorithm: AdamW, or one of a user."""
+    return not isinstance(algorithm, (_lion.Lion, _schedule_free.ScheduleFreeAdamW, _muon.Muon, TorchOptimizer))
 
 
 def _ema_of(config: OptimConfig) -> Callable[[Sequence[Slot]], Ema] | None:

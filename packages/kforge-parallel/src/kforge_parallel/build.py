@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from kforge_parallel.fp8_gather import gather_in_fp8
 from kforge_parallel.fp8_kept import keep_in_fp8
 from kforge_parallel.fsdp import find_blocks, shard
 from kforge_parallel.hugging_face import check_heads, tensor_plan
+from kforge_parallel.layout import not_in_fp8
 from kforge_parallel.mesh import Mesh
 from kforge_parallel.offload import offload_blocks
 from kforge_parallel.pipeline import check_stages, cut, find_twins, stages_of, take_own
@@ -84,8 +86,6 @@ def parallelize(
     this rank has of it, to be called by a `Pipeline`.
     Raises ValueError when ``init`` leaves a value unset, naming it, and for a plan that does not fit the model.
     """
-    from dataclasses import replace
-
     config = replace(config or mesh.config, **options)  # type: ignore[arg-type]
     _check_axes(config, mesh)
     precision = precision_of(config.precision, config.storage)
@@ -210,7 +210,9 @@ def _choose_recompute(
         )
     listed = parameters_of(model, blocks=blocks, plan=plan)
     memory = memory_of(config, mesh.device.type)
-    config, told = choose_recompute(shape, config, mesh.size, work, memory, parameters=listed)
+    here = replace(config, device=mesh.device.type)  # type: ignore[arg-type]
+    chosen, told = choose_recompute(shape, here, mesh.size, work, memory, parameters=listed)
+    config = replace(chosen, device=config.device)
     if dist.get_rank() == 0:
         _log.info("parallel.recompute = auto: %s\n%s", way(config), told)
     return config
@@ -246,10 +248,7 @@ def _to_fp8(part: nn.Module, config: ParallelConfig, mesh: Mesh, words: Resolved
         return
     check_device(config.fp8, mesh.device)
     if mesh.device.type == "cuda" and config.precision != "bf16":
-        raise ValueError(
-            f"parallel.fp8 = {config.fp8} gives bf16 on a GPU, but parallel.precision = {config.precision}; set it to "
-            "bf16, or fp8 to none"
-        )
+        raise ValueError(not_in_fp8(config))
     named = {} if words is None else words.parameters
     reasons = multiply_in_fp8(part, config.fp8, config.fp8_skip, named, mesh.tp_size)
     for name in find_mixtures(part):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.estimate import Estimate, gb, of_all
 from kforge_parallel.layout import check_layout
-from kforge_parallel.planner import FREE
+from kforge_parallel.planner import FREE, check_memory
 from kforge_parallel.shape import ModelShape, Parameter, decoder_parameters, sizes_of
 from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.weight_bytes import Model
@@ -32,6 +32,7 @@ def choose_recompute(
 
     parameters: as of `estimate_layout`. Raises ValueError as that, and where no way fits, with the leanest.
     """
+    check_memory(memory)
     plain = replace(config, recompute="none", memory_gb=0.0)
     axes = check_layout(replace(plain, device="cuda") if plain.device == "auto" else plain, world_size, shape)
     model = Model(sizes_of(shape), decoder_parameters(shape) if parameters is None else parameters)

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from kforge_parallel import __version__
 from kforge_parallel.axes import AXES
 from kforge_parallel.config import ParallelConfig
+from kforge_parallel.estimate import gb
 from kforge_parallel.layout import check_keys
 from kforge_parallel.picture import mesh_table
-from kforge_parallel.planner import Machine, plan_layouts
+from kforge_parallel.planner import FREE, LayoutPlan, Machine, plan_layouts
+from kforge_parallel.remedies import remedies
 from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.work import MOMENTS, OPTIMIZERS, Work
 from kforge_parallel.world import expand_hosts, find_world
@@ -132,25 +134,46 @@ def bytes_of(text: str) -> float:
     return size
 
 
-def _plan(options: argparse.Namespace) -> str:
+def _plan(options: argparse.Namespace) -> int:
     rates = {name: getattr(options, _option(name)[2:].replace("-", "_")) * unit for name, unit, _ in _RATES}
-    plan = plan_layouts(
-        read_shape(options.shape),
-        options.gpus,
-        bytes_of(options.memory),
-        row_tokens=options.row_tokens,
-        global_rows=8 * options.gpus if options.global_rows is None else options.global_rows,
-        config=ParallelConfig(
-            compile=True,
-            precision=options.precision,
-            storage=options.storage,
-            fp8=options.fp8,
-            pp_schedule=options.schedule,
-        ),
-        work=Work(row_tokens=options.row_tokens, optimizer=options.optimizer, moments=options.moments),
-        machine=Machine(gpus_per_host=options.gpus_per_host, **rates),
+    shape, memory = read_shape(options.shape), bytes_of(options.memory)
+    machine = Machine(gpus_per_host=options.gpus_per_host, **rates)
+    config = ParallelConfig(
+        compile=True,
+        precision=options.precision,
+        storage=options.storage,
+        fp8=options.fp8,
+        pp_schedule=options.schedule,
     )
-    return json.dumps(asdict(plan)) if options.json else str(plan)
+    work = Work(row_tokens=options.row_tokens, optimizer=options.optimizer, moments=options.moments)
+
+    def plan(gpus: int = options.gpus, config: ParallelConfig = config, work: Work = work) -> LayoutPlan:
+        rows = 8 * gpus if options.global_rows is None else options.global_rows
+        return plan_layouts(
+            shape,
+            gpus,
+            memory,
+            row_tokens=options.row_tokens,
+            global_rows=rows,
+            config=config,
+            work=work,
+            machine=machine,
+        )
+
+    found = plan()
+    print(json.dumps(asdict(found)) if options.json else found)
+    if found.fitting:
+        return 0
+    sys.stdout.flush()
+    why = f"fits into {1 - FREE:.0%} of {gb(memory)}"
+    if not found.beyond:
+        why = f"can be: {max(found.refused, key=lambda text: found.refused[text], default='none was found')}"
+    devices = f"{options.gpus} device{'s' if options.gpus > 1 else ''}"
+    print(f"kforge-parallel: no layout of {devices} {_own_words(why)}", file=sys.stderr)
+    helps = [f"  {line}" for line in remedies(found, plan, options.gpus, config, work)]
+    if helps:
+        print("what would fit:", *helps, sep="\n", file=sys.stderr)
+    return 1
 
 
 def _check(options: argparse.Namespace, sizes: dict[str, int]) -> RankCheck:
@@ -188,9 +211,12 @@ def _own_words(message: str) -> str:
         r"start (?:(a multiple of) )?([0-9]+)(?: with torchrun .* or srun --ntasks [0-9]+)?", _world, message
     )
     message = re.sub(r"but ([0-9]+) (?:is|are) running", r"but --world is \1", message)
+    message = message.replace("parallel.pp_schedule", "parallel.schedule").replace("or pp_schedule", "or --schedule")
     for text, option in _FLAGS:
         message = re.sub(text, option, message)
-    message = re.sub(r"\b(ranks per host|world) = ", lambda found: f"--{found[1].replace(' ', '-')} ", message)
+    names = r"ranks per host|world|gpus(?:_per_host)?|memory|global_rows|row_tokens|optimizer|moments"
+    names = rf"\b(?:data\.)?({names}|{'|'.join(name for name, _, _ in _RATES)}) = "
+    message = re.sub(names, lambda found: f"{_option(found[1].replace(' ', '_'))} ", message)
     return re.sub(r"parallel\.(\w+)( = )?", lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
 
 
@@ -199,8 +225,8 @@ def _world(found: re.Match[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0, or 2 for what cannot be."""
-    options = parser().parse_args(arguments)
+    """Run the command. Returns 0, 1 for a plan in which no layout fits, or 2 for what cannot be."""
+    options, code = parser().parse_args(arguments), 0
     try:
         if options.command in ("mesh", "check"):
             asked = {axis: getattr(options, axis) for axis in (*AXES, "ep")}
@@ -214,7 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(_own_words(str(error))) from None
             print(json.dumps(asdict(shown)) if getattr(options, "json", False) else shown)
         elif options.command == "plan":
-            print(_plan(options))
+            try:
+                code = _plan(options)
+            except ValueError as error:
+                raise ValueError(_own_words(str(error))) from None
         elif options.command == "world":
             world = find_world()
             print(json.dumps(asdict(world)) if options.json else "\n".join(f"{k}: {v}" for k, v in vars(world).items()))
@@ -226,4 +255,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"kforge-parallel: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code

@@ -102,6 +102,8 @@ def estimate_layout(
         raise ValueError("parallel.recompute = auto is what an estimate decides; take what `choose_recompute` returns")
     # The machine that asks need not be the one that trains.
     axes = check_layout(replace(config, device="cuda") if config.device == "auto" else config, world_size, shape)
+    if rank is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank} is none of {world_size} processes; use 0 to {world_size - 1}")
     model = Model(sizes_of(shape), decoder_parameters(shape) if parameters is None else parameters)
     return of_rank(model, config, axes, work, rank) if rank is not None else of_all(model, config, axes, work)
 

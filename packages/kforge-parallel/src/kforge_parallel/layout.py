@@ -82,7 +82,7 @@ def check_layout(
 
     Nothing is contacted. Raises ValueError with the numbers, the options and what to change.
     """
-    check_keys(shape or ())
+    check_sizes(shape or {})
     try:
         axes = resolve_axes(config, world_size)
     except ValueError:
@@ -115,6 +115,8 @@ def check_layout(
     for name in ("async_tp", "cpu_offload"):
         if getattr(config, name) and not _on_cuda(config):
             raise ValueError(f"parallel.{name} = true works on CUDA only, and this runs on the CPU; set it to false")
+    if config.fp8 != "none" and config.precision != "bf16" and _on_cuda(config):
+        raise ValueError(not_in_fp8(config))
     if config.async_tp:
         raise ValueError(
             "parallel.async_tp = true is not available in this version: it has not been proven on several GPUs; set it "
@@ -130,6 +132,31 @@ def check_keys(shape: Iterable[str]) -> None:
             near = difflib.get_close_matches(str(key), _SHAPE_KEYS, n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"use some of {', '.join(_SHAPE_KEYS)}"
             raise ValueError(f"shape has an unknown key {key!r}; {hint}")
+
+
+_FLAGS = ("tie_embeddings", "experts_sum", "softcap", "sinks", "qk_norm")
+"""What a model has or has not: true or false, or a number that is 0 where it has not."""
+_AT_LEAST_1 = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_seq_len")
+
+
+def check_sizes(shape: Mapping[str, int | bool]) -> None:
+    """Raise ValueError for an unknown key, and for what is no size: true, a fraction, text, NaN, a number too small."""
+    check_keys(shape)
+    for key, value in shape.items():
+        if key in _FLAGS and isinstance(value, (int, float)) and 0 <= value < math.inf:
+            continue
+        least = 1 if key in _AT_LEAST_1 else 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "true or false" if key in _FLAGS else f"a whole number of at least {least}"
+            raise ValueError(f"shape.{key} = {value!r} must be {kind}")
+
+
+def not_in_fp8(config: ParallelConfig) -> str:
+    """Why products in 8 bits cannot be with another precision than bf16, on a GPU."""
+    return (
+        f"parallel.fp8 = {config.fp8} gives bf16 on a GPU, but parallel.precision = {config.precision}; set it to "
+        "bf16, or fp8 to none"
+    )
 
 
 def check_row(tokens: int, cp: int, style: str, tp: int = 1) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from kforge_parallel.axes import expert_shard, product_text
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.estimate import Estimate, gb, of_all
-from kforge_parallel.layout import check_layout
+from kforge_parallel.layout import check_layout, not_in_fp8
 from kforge_parallel.sent_bytes import step_flops
 from kforge_parallel.shape import ModelShape, Parameter, decoder_parameters, sizes_of
 from kforge_parallel.stages import SCHEDULES, check_schedule, stages_per_rank
@@ -53,6 +53,8 @@ class Machine:
         for name in ("gpus_per_host", "peak_flops", "efficiency", "host_bytes_per_s", "network_bytes_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
+        if type(self.gpus_per_host) is not int:
+            raise ValueError(f"gpus_per_host = {self.gpus_per_host!r} must be a whole number")
         if self.efficiency > 1:
             raise ValueError(f"efficiency = {self.efficiency} is a share of the peak, so at most 1")
 
@@ -115,10 +117,14 @@ def plan_layouts(
 
     Raises ValueError as `estimate_layout`.
     """
-    if gpus < 1 or not memory > 0 or global_rows < 1:
-        raise ValueError(f"gpus = {gpus}, memory = {memory:g} and global_rows = {global_rows} must be above 0")
+    for name, value in (("gpus", gpus), ("global_rows", global_rows)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} = {value!r} must be a whole number above 0")
+    check_memory(memory)
     machine = machine or Machine()
     config = replace(config or ParallelConfig(compile=True), device="cuda", recompute="none", dp_shard=-1)
+    if config.fp8 != "none" and config.precision != "bf16":
+        raise ValueError(not_in_fp8(config))
     work = work or Work(row_tokens=row_tokens)
     model = Model(sizes_of(shape), decoder_parameters(shape) if parameters is None else parameters)
     best: dict[tuple[int, ...], Candidate] = {}
@@ -147,6 +153,12 @@ def plan_layouts(
     fitting = sorted(best.values(), key=_slowness)
     far = sorted((one for key, one in nearest.items() if key not in best), key=lambda one: one.estimate.peak)
     return LayoutPlan(memory, fitting, [(one, _why(one, memory)) for one in far], refused)
+
+
+def check_memory(memory: float) -> None:
+    """Raise ValueError for what is no number of bytes of a device."""
+    if isinstance(memory, bool) or not 0 < memory < math.inf:
+        raise ValueError(f"memory = {memory} must be bytes of a device, above 0 and finite")
 
 
 def _axes(model: Model, gpus: int, host: int) -> Iterator[dict[str, int]]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kforge_parallel.layout import check_sizes
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -86,10 +88,7 @@ def sizes_of(shape: ModelShape) -> Sizes:
     for key in WANTED:
         if key not in shape:
             raise ValueError(f"shape has no {key}; an estimate wants vocab_size, dim, n_layers and n_heads")
-    for key, value in shape.items():
-        least = 1 if key in (*WANTED, "n_kv_heads", "head_dim", "ffn_dim") else 0
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"shape.{key} = {value!r} must be a whole number of at least {least}")
+    check_sizes(shape)
     dim, layers, heads = shape["dim"], shape["n_layers"], shape["n_heads"]
     ffn = shape.get("ffn_dim") or -(-(8 * dim // 3) // 64) * 64
     experts = shape.get("n_experts", 0)

@@ -58,7 +58,7 @@ from kforge_train.config import JobConfig, optim_config
 from kforge_train.deterministic import be_deterministic, check_deterministic
 from kforge_train.engine import PlainEngine, build_engine
 from kforge_train.errors import ConfigError, config_errors
-from kforge_train.estimate import estimate_job, work_of
+from kforge_train.estimate import check_rows, estimate_job, on_this_machine, work_of
 from kforge_train.lock import RunLock
 
 
@@ -114,15 +114,9 @@ def check(config: JobConfig, world_size: int) -> None:
     data = config.data
     if not data.train and not data.mixture:
         raise ConfigError("data.train is empty; name a folder of token shards (kforge-data tokenize writes one)")
-    for name, rows in data.batch_size().sizes():
-        if rows % ranks:
-            raise ConfigError(
-                f"data.{name} = {rows} cannot be shared evenly by {ranks} data ranks; use a multiple of {ranks}"
-            )
-        microbatches = math.ceil(rows / ranks / (data.microbatch_rows or rows))
-        check_layout(config.parallel, world_size, microbatches=microbatches)
+    check_rows(config, world_size)
     if config.parallel.recompute == "auto":
-        estimate_job(config, world_size)  # knows whether any way of keeping activations fits
+        estimate_job(on_this_machine(config), world_size)  # knows whether any way of keeping activations fits
     try:
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     except (OSError, ValueError) as error:

@@ -9,11 +9,21 @@ import torch
 
 import kforge_model
 from kforge_model import model_shape
-from kforge_parallel import Estimate, Work, check_rank, choose_recompute, estimate_layout, parameters_of, resolve_axes
+from kforge_parallel import (
+    Estimate,
+    Work,
+    check_layout,
+    check_rank,
+    choose_recompute,
+    estimate_layout,
+    parameters_of,
+    resolve_axes,
+)
 from kforge_parallel.choice import memory_of, way
 from kforge_parallel.estimate import gb
-from kforge_parallel.work import OPTIMIZERS
+from kforge_parallel.work import OF_ADAMW, OPTIMIZERS
 from kforge_train.config import JobConfig
+from kforge_train.errors import ConfigError
 
 
 def work_of(config: JobConfig, world_size: int) -> Work:
@@ -22,29 +32,55 @@ def work_of(config: JobConfig, world_size: int) -> Work:
     axes, data, optim = resolve_axes(config.parallel, world_size), config.data, config.optim
     rows = math.ceil(max(rows for _, rows in data.batch_size().sizes()) / (axes["dp_replicate"] * axes["dp_shard"]))
     at_a_time = min(rows, data.microbatch_rows or rows)
-    known = optim.name in OPTIMIZERS
+    known = optim.name in OPTIMIZERS and not optim.offload
     return Work(
         row_tokens=max(length for _, length in data.row_lengths()),
         microbatch_rows=at_a_time,
         microbatches=math.ceil(rows / at_a_time),
         optimizer="none" if optim.offload else optim.name if known else "adamw",
-        moments=optim.moments if known else "fp32",
-        row_variance=optim.muon_variance_beta is not None,
+        moments=optim.moments if known and optim.name in OF_ADAMW else "fp32",
+        row_variance=known and optim.name == "muon" and optim.muon_variance_beta is not None,
         ema=optim.ema_decay > 0 and optim.ema_device != "cpu",
     )
+
+
+def check_rows(config: JobConfig, world_size: int) -> None:
+    """Refuse steps that data ranks cannot share, and microbatches that a schedule cannot have. Raises ConfigError, and
+    ValueError as `check_layout`."""
+    axes, data = resolve_axes(config.parallel, world_size), config.data
+    ranks = axes["dp_replicate"] * axes["dp_shard"]
+    for name, rows in data.batch_size().sizes():
+        if rows % ranks:
+            raise ConfigError(
+                f"data.{name} = {rows} cannot be shared evenly by {ranks} data ranks; use a multiple of {ranks}"
+            )
+        microbatches = math.ceil(rows / ranks / (data.microbatch_rows or rows))
+        check_layout(config.parallel, world_size, microbatches=microbatches)
+
+
+def on_this_machine(config: JobConfig) -> JobConfig:
+    """The job with parallel.device decided, where it is auto: one that runs here, not elsewhere."""
+    if config.parallel.device != "auto":
+        return config
+    return replace(config, parallel=replace(config.parallel, device="cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def estimate_job(config: JobConfig, world_size: int) -> tuple[JobConfig, Estimate]:
     """The estimate of the rank that needs the most, and the job with recompute decided where it is auto.
 
-    Raises ValueError as `choose_recompute` and `check_layout`, and for a model that is not kforge's own.
+    Raises ValueError as `choose_recompute`, `check_layout` and `check_rows`, and for a model that is not kforge's own.
     """
     if config.model.kind != "transformer":
         raise ValueError(
             f"what a step of model.kind = {config.model.kind!r} needs cannot be estimated: sizes are known of the "
             "Transformer only; under parallel.recompute = auto, set it to none or full"
         )
-    shape, work, parallel = model_shape(config.model), work_of(config, world_size), config.parallel
+    shape = model_shape(config.model)
+    for _, row_tokens in config.data.row_lengths():
+        planned = replace(config.parallel, device="cuda") if config.parallel.device == "auto" else config.parallel
+        check_layout(planned, world_size, shape, row_tokens)
+    check_rows(config, world_size)
+    work, parallel = work_of(config, world_size), config.parallel
     with torch.device("meta"):
         listed = parameters_of(kforge_model.build_model(config.model))
     if parallel.recompute != "auto":

@@ -17,7 +17,7 @@ from kforge_train.balance import update_balance
 from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors
-from kforge_train.estimate import estimate_job, in_one_line
+from kforge_train.estimate import estimate_job, in_one_line, on_this_machine
 from kforge_train.evaluate import evaluate
 from kforge_train.loading import LoaderState
 from kforge_train.qk_clip import clip_scores
@@ -234,7 +234,8 @@ class Trainer:
         if not self.config.parallel.layout_exact:
             job.log.info("the losses depend a little on how the batch is spread: parallel.fp8, or parallel.compress")
         if self.config.model.kind == "transformer":
-            job.log.info("memory of a rank, estimated: %s", in_one_line(estimate_job(self.config, job.mesh.size)[1]))
+            told = estimate_job(on_this_machine(self.config), job.mesh.size)[1]
+            job.log.info("memory of a rank, estimated: %s", in_one_line(told))
         for what, how in precision_table(self.config.parallel, job.mesh.size).items():
             job.log.info("%s: %s", what, how)
 
