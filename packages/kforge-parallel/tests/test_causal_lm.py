@@ -181,6 +181,39 @@ def test_what_it_cannot_is_refused():
         CausalLM(families.build("Llama"))(families.IDS, Plain(BATCH["positions"]), labels=BATCH["labels"])
 
 
+TINY = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+HALF = {**TINY, "intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda _: torch.nn.Linear(2, 2), "Linear is none: it has no `config` and no `base_model_prefix`"),
+        (lambda t: t.LlamaConfig(), "LlamaConfig is none"),
+        (lambda t: t.LlamaModel(t.LlamaConfig(**HALF)), "LlamaModel has no head over the vocabulary; take the class"),
+        (lambda t: t.LlamaForSequenceClassification(t.LlamaConfig(**HALF)), "has no head over the vocabulary"),
+        (lambda t: t.BertForMaskedLM(t.BertConfig(**HALF)), "has no list of blocks bert.layers"),
+        (lambda t: t.BloomForCausalLM(t.BloomConfig(vocab_size=32, hidden_size=16)), "no list of blocks transformer.l"),
+        (lambda t: t.MambaForCausalLM(t.MambaConfig(**TINY)), "2 blocks, of which 0 have causal attention"),
+        (lambda t: t.ModernBertForMaskedLM(t.ModernBertConfig(**HALF, pad_token_id=0)), "of which 0 have causal"),
+        (lambda _: CausalLM(families.build("Llama")), "CausalLM is one already"),
+    ],
+)
+def test_what_is_no_language_model_of_transformers_is_refused(build, says):
+    import transformers
+
+    with pytest.raises(ValueError, match=f"such as LlamaForCausalLM\\(config\\), and .*{says}"):
+        CausalLM(build(transformers))
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_parameters_of_every_family_are_listed(name):
+    model = CausalLM(families.build(name))
+    listed = parameters_of(model)
+    assert [(p.name, p.shape) for p in listed] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert {p.layer for p in listed} == {None, 0, 1} and all(p.word for p in listed)
+
+
 def kept_bytes(layers):
     """What autograd saves of a model of so many blocks beside its weights, in bf16."""
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 320, "num_hidden_layers": layers}

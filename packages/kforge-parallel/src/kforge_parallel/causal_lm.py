@@ -31,7 +31,9 @@ class CausalLM(nn.Module):
     documents; None: one document a row. labels are shifted already, -100 where not scored. The loss is in float32 or
     wider; losses beside it, such as that of the balance of experts, are not added.
 
-    Raises ValueError for attention that is more than a softmax over what a window shows, or that drops values.
+    Raises ValueError for what is no such model (a module of another kind, a model without a head over the vocabulary,
+    an encoder, blocks without attention or with one that does not go by transformers' registry), and when it is called
+    for attention that is more than a softmax over what a window shows, or that drops values.
     """
 
     hf: Any
@@ -39,6 +41,11 @@ class CausalLM(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        if lack := _lack(model):
+            raise ValueError(
+                "CausalLM takes a language model of transformers, such as LlamaForCausalLM(config), and "
+                f"{type(model).__name__} {lack}"
+            )
         if getattr(model.config, "output_router_logits", False):
             raise ValueError(
                 "config.output_router_logits = true asks for a loss of the balance of experts, which CausalLM does not "
@@ -50,7 +57,7 @@ class CausalLM(nn.Module):
         _register()
         model.config._attn_implementation = "kforge"
         for module in model.modules():
-            if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+            if _attends(module):
                 module.core = Core(module)
 
     # ------------------------------------------------------------------------------------------ what it says of itself
@@ -136,7 +143,7 @@ class CausalLM(nn.Module):
 
     def _cores(self) -> Iterator[Any]:
         for module in self.modules():
-            if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+            if _attends(module):
                 yield module.core
 
     # ------------------------------------------------------------------------------------------ stages
@@ -169,6 +176,32 @@ class CausalLM(nn.Module):
         for name, child in hf._modules.items():
             part.add_module(name, child)
         return part
+
+
+def _attends(module: Any) -> bool:
+    """Whether a module of transformers is the attention of a block of a decoder."""
+    return hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+
+
+def _lack(model: Any) -> str:
+    """What a model lacks to be called with packed rows; "" for nothing."""
+    if isinstance(model, CausalLM):
+        return "is one already"
+    if not isinstance(model, nn.Module) or not hasattr(model, "config") or not hasattr(model, "base_model_prefix"):
+        return "is none: it has no `config` and no `base_model_prefix`; any other module goes to `parallelize` as it is"
+    base = getattr(model, model.base_model_prefix, None)
+    if base is None or model.get_output_embeddings() is None:
+        return "has no head over the vocabulary; take the class of its family that ends in ForCausalLM"
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
+        return f"has no list of blocks {model.base_model_prefix}.layers, as decoders of Llama's form have"
+    blocks: list[nn.Module] = list(base.layers)
+    attention = sum(any(_attends(m) and m.is_causal for m in block.modules()) for block in blocks)
+    if attention < len(blocks) or not model._supports_attention_backend:
+        return (
+            f"has {len(blocks)} blocks, of which {attention if model._supports_attention_backend else 0} have causal "
+            "attention that goes by transformers' AttentionInterface: documents of a row would see one another in the others"
+        )
+    return ""
 
 
 class Blocks(nn.ModuleDict):

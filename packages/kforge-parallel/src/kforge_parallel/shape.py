@@ -238,9 +238,12 @@ def parameters_of(
 
 def _ends_of(model: Any, blocks: int) -> tuple[set[str], set[str]]:
     """Names of what the first and the last stage of a pipeline have; of a model that cannot be cut, all on both."""
+    every = {name for name, _ in model.named_parameters()}
     if not hasattr(model, "stage") or blocks < 2:
-        every = {name for name, _ in model.named_parameters()}
         return every, every
-    stages = (model.stage(first=True, layers=[0], last=False), model.stage(first=False, layers=[blocks - 1], last=True))
+    try:
+        stages = model.stage(True, [0], False), model.stage(False, [blocks - 1], True)
+    except ValueError:  # of a class that has stages, one that cannot be cut
+        return every, every
     first, last = ({name for name, _ in stage.named_parameters()} for stage in stages)
     return first, last
