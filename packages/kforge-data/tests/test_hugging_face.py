@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kforge_data import DatasetStream, DatasetTexts, open_tokens
+from kforge_data import DatasetStream, DatasetTexts, ReadCounts, open_tokens, read_documents
 from kforge_data.hugging_face import DatasetName, open_shards, parse_dataset
 
 TEXTS = [f"document {i}" for i in range(95)]
@@ -37,6 +37,8 @@ def test_a_name_and_what_stands_behind_it() -> None:
     place = parse_dataset("datasets://a/b?split=test&subset=en&field=body&revision=v1&stream=1")
     assert place == DatasetName("a/b", "test", "en", "body", "v1", True)
     assert parse_dataset(str(place)) == place
+    assert parse_dataset("datasets://a?max_bad_lines=7").max_bad_lines == 7
+    assert str(parse_dataset("datasets://a?max_bad_lines=7")) == "datasets://a?split=train&max_bad_lines=7"
     assert parse_dataset("datasets://a") == DatasetName("a", "train", None, "", None, False)
 
 
@@ -44,9 +46,10 @@ def test_a_name_and_what_stands_behind_it() -> None:
     ("place", "message"),
     [
         ("datasets://", "names no dataset"),
-        ("datasets://a?splt=b", "has no key 'splt'; it has split, subset, field, revision, stream"),
+        ("datasets://a?splt=b", "has no key 'splt'; it has split, subset, field, revision, stream, max_bad_lines"),
         ("datasets://a?stream=yes", "stream = 'yes' must be 0"),
         ("datasets://a?split=", "split is empty"),
+        ("datasets://a?max_bad_lines=-1", "max_bad_lines = '-1' must be a number of at least 0"),
     ],
 )
 def test_names_that_cannot_be(place: str, message: str) -> None:
@@ -97,6 +100,47 @@ def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
         data: Any = kind(f"datasets://{tmp_path}/n.jsonl?field=n")
         with pytest.raises(ValueError, match="column 'n' holds a int, not text"):
             list(data.texts(0))
+
+
+MIXED: list[Any] = ["a", 5, "b c", 2.5, None, True, {"x": 1}, ["q"], "", "five"]
+BAD = {1: "int", 3: "float", 5: "bool", 6: "dict", 7: "list"}
+
+
+@pytest.mark.parametrize("kind", ["texts", "stream", "lines"])
+def test_text_and_numbers_in_one_field_are_bad_lines_however_they_are_read(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library keeps such a field as JSON, and a stream gave that out as text, in quotes."""
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in MIXED))
+
+    def read(most: int) -> tuple[list[str], int]:
+        if kind == "lines":
+            counts = ReadCounts()
+            return list(read_documents([file], max_bad_lines=most, counts=counts)), counts.bad_lines
+        place = f"datasets://{file}?max_bad_lines={most}"
+        data = DatasetTexts(place) if kind == "texts" else DatasetStream(place)
+        texts = [text for shard in range(data.shards) for text in data.texts(shard)]
+        assert len(texts) == len(MIXED)  # numbers of documents stay
+        assert [text for shard in range(data.shards) for text in data.texts(shard)] == texts  # told of once
+        return [text for text in texts if text], len(data._skipping.found)
+
+    assert read(len(BAD)) == (["a", "b c", "five"], len(BAD))
+    assert len(caplog.records) == len(BAD)
+    for record, name in zip(caplog.records, BAD.values(), strict=True):
+        assert str(file) in record.getMessage() and f"a {name}, not text" in record.getMessage()
+    with pytest.raises(ValueError, match=r"mixed.jsonl.* a list, not text; up to max_bad_lines = 4 \(.*\) are skipped"):
+        read(len(BAD) - 1)
+
+
+def test_a_dataset_that_is_tokenized_skips_as_many_as_its_name_says(tmp_path: Path, tokenizer: Any) -> None:
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in MIXED))
+    with pytest.raises(ValueError, match=r"mixed.jsonl.*:8: column 'text' holds a list, not text; .* = 4"):
+        open_tokens(f"datasets://{file}?max_bad_lines=4", tokenizer=tokenizer, cache=tmp_path / "cache")
+    tokens = open_tokens(f"datasets://{file}?max_bad_lines=5", tokenizer=tokenizer, cache=tmp_path / "cache")
+    texts = [tokenizer.decode(tokens.document(i)[:-1].tolist()) for i in range(tokens.documents)]
+    assert texts == ["a", "b c", "five"]
 
 
 def test_a_stream_is_no_set_of_tokens(folder: Path, tokenizer: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,3 +125,27 @@ def test_an_archive_is_no_array(tmp_path: Path) -> None:
     (tmp_path / "t.npz").rename(tmp_path / "t.npy")
     with pytest.raises(ValueError, match=r"t.npy is no .npy file: it is an archive"):
         TokenFiles(tmp_path / "t.npy", cache=tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_an_end_of_text_that_is_nowhere_is_told_of(
+    suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, ids in enumerate([[5, 6, 2], [7, 8, 9, 2]]):
+        array = np.array(ids, np.uint16)
+        file = tmp_path / f"{number}.{suffix}"
+        np.save(file, array) if suffix == "npy" else array.tofile(file)
+    options: dict[str, Any] = {"dtype": "uint16" if suffix == "bin" else None, "cache": tmp_path / "cache"}
+    for _ in range(2):  # the second time from the cache
+        caplog.clear()
+        assert TokenFiles(tmp_path, eos_id=0, **options).documents == 2
+        (record,) = caplog.records
+        assert re.search(
+            r"eos_id = 0 does not occur in its 7 tokens, so each of 2 files is one document.*\(the last one is 2\), "
+            r"give that as eos_id \(data.eos_id, --eos-id\); .*leave eos_id out",
+            record.getMessage(),
+        )
+    caplog.clear()
+    for eos_id in (2, 7, None):  # at the end of each file, in one alone, and no end looked for
+        TokenFiles(tmp_path, eos_id=eos_id, **options)
+    assert not caplog.records

@@ -10,7 +10,16 @@ import logging
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from kforge_data.text_files import file_size, is_dataset, kind_of, list_files, needed, open_bytes
+from kforge_data.text_files import (
+    Bad,
+    file_size,
+    is_dataset,
+    kind_of,
+    list_files,
+    needed,
+    open_bytes,
+    skipped_up_to,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -104,11 +113,10 @@ class Reading:
                 if i < passed:
                     continue
                 self.part = i + 1
-                if isinstance(text, _Bad):
+                if isinstance(text, Bad):
                     self.counts.bad_lines += 1
-                    if self.counts.bad_lines > self._max_bad_lines:
-                        skipped = f"up to max_bad_lines = {self._max_bad_lines} (--max-bad-lines) are skipped"
-                        raise ValueError(f"{place}: {text.reason}; {skipped}")
+                    if self.counts.bad_lines > (most := self._most_bad_lines(file)):
+                        raise ValueError(f"{place}: {text.reason}; {skipped_up_to(most, '--max-bad-lines')}")
                     logger.warning("%s: %s; skipped", place, text.reason)
                 elif not text:
                     if self._strict:
@@ -117,7 +125,15 @@ class Reading:
                 else:
                     yield text
 
-    def _parts(self, file: str | Path, first: int) -> Iterator[tuple[str, str | _Bad]]:
+    def _most_bad_lines(self, file: str | Path) -> int:
+        """How many may be skipped: of a dataset as many as its name says, if that is more."""
+        if not is_dataset(file):
+            return self._max_bad_lines
+        from kforge_data.hugging_face import parse_dataset
+
+        return max(self._max_bad_lines, parse_dataset(str(file)).max_bad_lines)
+
+    def _parts(self, file: str | Path, first: int) -> Iterator[tuple[str, str | Bad]]:
         if is_dataset(file):
             return _read_dataset(str(file), self._field, first)
         kind = kind_of(file)
@@ -143,11 +159,6 @@ class Reading:
         return sum(self._sizes[: self.file]) + inside, sum(self._sizes)
 
 
-@dataclass(frozen=True)
-class _Bad:
-    reason: str
-
-
 def _is_unicode(text: str) -> bool:
     if text.isascii():
         return True
@@ -158,14 +169,14 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _decode(raw: bytes) -> str | _Bad:
+def _decode(raw: bytes) -> str | Bad:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return _Bad(f"not UTF-8 ({error.reason} at byte {error.start})")
+        return Bad(f"not UTF-8 ({error.reason} at byte {error.start})")
 
 
-def _read_txt(file: str | Path, unit: str, opened: list[IO[bytes]]) -> Iterator[tuple[str, str | _Bad]]:
+def _read_txt(file: str | Path, unit: str, opened: list[IO[bytes]]) -> Iterator[tuple[str, str | Bad]]:
     if unit == "file":
         with open_bytes(file, opened) as content:
             yield str(file), _decode(content.read())
@@ -174,7 +185,7 @@ def _read_txt(file: str | Path, unit: str, opened: list[IO[bytes]]) -> Iterator[
         paragraph: list[str] = []
         for number, raw in enumerate(lines, 1):
             text = _decode(raw)
-            if isinstance(text, _Bad):
+            if isinstance(text, Bad):
                 yield f"{file}:{number}", text
                 continue
             text = text.removesuffix("\n").removesuffix("\r")
@@ -189,7 +200,7 @@ def _read_txt(file: str | Path, unit: str, opened: list[IO[bytes]]) -> Iterator[
             yield f"{file}:{number}", "\n".join(paragraph)
 
 
-def _read_jsonl(file: str | Path, field: str, opened: list[IO[bytes]]) -> Iterator[tuple[str, str | _Bad]]:
+def _read_jsonl(file: str | Path, field: str, opened: list[IO[bytes]]) -> Iterator[tuple[str, str | Bad]]:
     records = having = 0
     others: list[str] = []
     with open_bytes(file, opened) as lines:
@@ -200,34 +211,34 @@ def _read_jsonl(file: str | Path, field: str, opened: list[IO[bytes]]) -> Iterat
             try:
                 record = json.loads(raw)
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
-                yield f"{file}:{number}", _Bad(f"not JSON ({error})")
+                yield f"{file}:{number}", Bad(f"not JSON ({error})")
                 continue
             if not isinstance(record, dict):
-                yield f"{file}:{number}", _Bad(f"a JSON {type(record).__name__}, not a record")
+                yield f"{file}:{number}", Bad(f"a JSON {type(record).__name__}, not a record")
                 continue
             records += 1
             having += field in record
             others = others or list(record)
             text = record.get(field)
             if text is not None and not isinstance(text, str):
-                yield f"{file}:{number}", _Bad(f"field {field!r} is a {type(text).__name__}, not text")
+                yield f"{file}:{number}", Bad(f"field {field!r} is a {type(text).__name__}, not text")
                 continue
             if text and not _is_unicode(text):
-                yield f"{file}:{number}", _Bad("half of a surrogate pair, which is not Unicode text")
+                yield f"{file}:{number}", Bad("half of a surrogate pair, which is not Unicode text")
                 continue
             yield f"{file}:{number}", text or ""
     if records and not having:
         raise ValueError(f"{file}: no record has the field {field!r}; the first one has {', '.join(others) or 'none'}")
 
 
-def _read_dataset(place: str, field: str, first: int) -> Iterator[tuple[str, str | _Bad]]:
+def _read_dataset(place: str, field: str, first: int) -> Iterator[tuple[str, str | Bad]]:
     from kforge_data.hugging_face import DatasetTexts
 
     for number, text in enumerate(DatasetTexts(place, field=field).read(first), first + 1):
         yield f"{place}:{number}", text or ""
 
 
-def _read_parquet(file: str | Path, field: str) -> Iterator[tuple[str, str | _Bad]]:
+def _read_parquet(file: str | Path, field: str) -> Iterator[tuple[str, str | Bad]]:
     library = needed("pyarrow.parquet", "parquet", str(file))
     with open_bytes(file) as content:
         try:
@@ -240,7 +251,7 @@ def _read_parquet(file: str | Path, field: str) -> Iterator[tuple[str, str | _Ba
                 for text in batch.column(0).to_pylist():
                     number += 1
                     if text is not None and not isinstance(text, str):
-                        yield f"{file}:{number}", _Bad(f"column {field!r} holds a {type(text).__name__}, not text")
+                        yield f"{file}:{number}", Bad(f"column {field!r} holds a {type(text).__name__}, not text")
                     else:
                         yield f"{file}:{number}", text or ""
         except (OSError, UnicodeDecodeError) as error:  # what the library raises for a damaged file

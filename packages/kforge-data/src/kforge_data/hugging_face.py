@@ -1,6 +1,7 @@
 """Texts of Hugging Face datasets, by the library `datasets`: whole ones by number, or streams by shard.
 
-A dataset is named as ``datasets://NAME``, and perhaps ``?split=train&subset=en&field=text&revision=main&stream=1``.
+A dataset is named as ``datasets://NAME``, and perhaps
+``?split=train&subset=en&field=text&revision=main&stream=1&max_bad_lines=10``.
 NAME is a folder written by `save_to_disk`, a folder or file of parquet, JSON lines or text, or a name on the hub.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from kforge_data.text_files import needed
+from kforge_data.text_files import Bad, needed, skipped_up_to
+
+logger = logging.getLogger("kforge_data")
 
 SCHEME = "datasets://"
-_KEYS = ("split", "subset", "field", "revision", "stream")
+_KEYS = ("split", "subset", "field", "revision", "stream", "max_bad_lines")
 _FILES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".arrow": "arrow"}
 _READ = 256  # records that are taken from a dataset at a time
 _PARTS = 1024  # pieces that a dataset on this disk is cut into for lanes
@@ -37,11 +41,13 @@ class DatasetName:
     revision: str | None = None
     stream: bool = False
     """Read while training, rather than tokenized into a cache before."""
+    max_bad_lines: int = 0
+    """So many records whose field holds something that is no text are told of and skipped; one more is an error."""
 
     def __str__(self) -> str:
-        given = {"split": self.split, "subset": self.subset, "field": self.field, "revision": self.revision}
-        words = "&".join(f"{key}={value}" for key, value in given.items() if value)
-        return f"{SCHEME}{self.name}?{words}" + ("&stream=1" if self.stream else "")
+        given = {key: getattr(self, key) for key in _KEYS}
+        words = "&".join(f"{key}={int(value) if value is True else value}" for key, value in given.items() if value)
+        return f"{SCHEME}{self.name}?{words}"
 
 
 def parse_dataset(place: str) -> DatasetName:
@@ -57,9 +63,12 @@ def parse_dataset(place: str) -> DatasetName:
         raise ValueError(
             f"{place!r}: stream = {stream!r} must be 0 (tokenized into a cache) or 1 (read while training)"
         )
+    most = given.pop("max_bad_lines", "0")
+    if not (most.isascii() and most.isdigit()):
+        raise ValueError(f"{place!r}: max_bad_lines = {most!r} must be a number of at least 0")
     if empty := [key for key, value in given.items() if not value]:
         raise ValueError(f"{place!r}: {empty[0]} is empty; leave it out, or give it a value")
-    return DatasetName(name, stream=stream == "1", **given)
+    return DatasetName(name, stream=stream == "1", max_bad_lines=int(most), **given)
 
 
 @lru_cache(maxsize=8)
@@ -91,6 +100,7 @@ class DatasetTexts:
         self.data: Any = open_data(self.place)
         _check_field(self.place, self.field, self.data.column_names)
         self.data = self.data.select_columns([self.field])
+        self._skipping = _Skipping(self.place)
         content = [self.data._fingerprint, self.field]
         self.fingerprint = "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -100,13 +110,13 @@ class DatasetTexts:
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_again, (self.place, self.field)
 
-    def read(self, first: int = 0, last: int | None = None) -> Iterator[str | None]:
-        """Texts from number ``first`` on, up to ``last``; None and "" where there is none."""
+    def read(self, first: int = 0, last: int | None = None) -> Iterator[str | Bad | None]:
+        """Texts from number ``first`` on, up to ``last``; None and "" where there is none, `Bad` for what is no text."""
         last = len(self) if last is None else last
         for at in range(first, last, _READ):
             with _explained(self.place, "read"):
                 column = self.data[at : min(at + _READ, last)][self.field]
-            yield from _texts(column, self.place, self.field)
+            yield from (_text_or_bad(text, self.field) for text in column)
 
     # As shards.
 
@@ -118,7 +128,7 @@ class DatasetTexts:
     def texts(self, shard: int, first: int = 0) -> Iterator[str | None]:
         """Texts of a shard, from its document ``first`` on."""
         begin, end = shard * len(self) // self.shards, (shard + 1) * len(self) // self.shards
-        return self.read(min(begin + first, end), end)
+        return self._skipping(self.read(min(begin + first, end), end), shard, first)
 
 
 class DatasetStream:
@@ -137,6 +147,7 @@ class DatasetStream:
         if data.column_names is not None:
             _check_field(self.place, self.field, data.column_names)
         self.data: Any = data.reshard()
+        self._skipping = _Skipping(self.place)
         content = [self.place.split, self.place.subset, self.field, self.shards, _content_of(builder, self.place)]
         self.fingerprint = "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -147,6 +158,9 @@ class DatasetStream:
 
     def texts(self, shard: int, first: int = 0) -> Iterator[str | None]:
         """Texts of a shard, from its document ``first`` on; what lies before is passed over as tables."""
+        return self._skipping(self._read(shard, first), shard, first)
+
+    def _read(self, shard: int, first: int) -> Iterator[str | Bad | None]:
         one = self.data.shard(num_shards=self.shards, index=shard).with_format("arrow")
         # By `iter`, as iteration itself would leave part of the shard to other workers of torch's DataLoader.
         passed, tables = 0, iter(one.iter(batch_size=_READ))
@@ -157,8 +171,11 @@ class DatasetStream:
                     return
                 _check_field(self.place, self.field, table.column_names)
                 if passed + len(table) > first:
-                    column = table.column(self.field).slice(max(first - passed, 0)).to_pylist()
-            yield from _texts(column, self.place, self.field)
+                    found = table.column(self.field).slice(max(first - passed, 0))
+                    column = found.to_pylist()
+                    if str(found.type) == "extension<arrow.json>":  # as the library keeps values of several types
+                        column = [None if text is None else json.loads(text) for text in column]
+            yield from (_text_or_bad(text, self.field) for text in column)
             passed += len(table)
 
 
@@ -239,11 +256,33 @@ def _check_field(place: DatasetName, field: str, columns: list[str]) -> None:
         raise ValueError(f"{place} has no column {field!r}; it has {', '.join(columns)}. Name one: ?field=…")
 
 
-def _texts(column: list[Any], place: DatasetName, field: str) -> Iterator[str | None]:
-    for text in column:
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"{place}: column {field!r} holds a {type(text).__name__}, not text")
-        yield text
+def _text_or_bad(text: object, field: str) -> str | Bad | None:
+    if text is None or isinstance(text, str):
+        return text
+    return Bad(f"column {field!r} holds a {type(text).__name__}, not text")
+
+
+class _Skipping:
+    """Texts of a shard, with None in the place of a bad one, which is told of and counted once, however many lanes come
+    upon it. ValueError for more of them than the name of the dataset allows."""
+
+    def __init__(self, place: DatasetName) -> None:
+        self._place = place
+        self.found: set[tuple[int, int]] = set()
+        """(shard, document) of each, as far as this process has read."""
+
+    def __call__(self, texts: Iterator[str | Bad | None], shard: int, first: int) -> Iterator[str | None]:
+        for number, text in enumerate(texts, first):
+            if not isinstance(text, Bad):
+                yield text
+                continue
+            if (shard, number) not in self.found:
+                what = f"{self._place}: document {number + 1} of shard {shard + 1}: {text.reason}"
+                if len(self.found) >= self._place.max_bad_lines:
+                    raise ValueError(f"{what}; {skipped_up_to(self._place.max_bad_lines, '?max_bad_lines=…')}")
+                self.found.add((shard, number))
+                logger.warning("%s; skipped", what)
+            yield None
 
 
 def _open_again(place: DatasetName, field: str) -> DatasetTexts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+logger = logging.getLogger("kforge_data")
 
 _SCAN = 1 << 24
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -38,7 +41,8 @@ class TokenFiles(TokenStream):
         cache: folder for what the first pass found (default: `cache_folder`).
 
     Opening the same files again costs no pass. The fingerprint is of names of types, sizes and a sample of 256 pages of
-    each file, so it does not read them whole. ValueError for what cannot be.
+    each file, so it does not read them whole. ValueError for what cannot be; a warning where no file has the
+    ``eos_id``, so that each is one document.
     """
 
     def __init__(
@@ -81,6 +85,13 @@ class TokenFiles(TokenStream):
             fingerprint="sha256:" + key,
             name=str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more",
         )
+        if eos_id is not None and self.documents == len(bins) and all(ids[-1] != eos_id for ids in bins):
+            logger.warning(
+                "%s: eos_id = %d does not occur in its %d tokens, so each of %d files is one document, which attention "
+                "and labels run through. If its documents end with another id (the last one is %d), give that as "
+                "eos_id (data.eos_id, --eos-id); if each file is a document, leave eos_id out",
+                *(self.name, eos_id, self.tokens, len(bins), bins[-1][-1]),
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, self._arguments

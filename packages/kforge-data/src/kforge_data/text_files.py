@@ -7,12 +7,25 @@ import io
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 PACKED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What stands in the place of a text that cannot be read as one."""
+
+    reason: str
+
+
+def skipped_up_to(most: int, flag: str) -> str:
+    """What an error of a bad line says of the limit."""
+    return f"up to max_bad_lines = {most} ({flag}) are skipped"
 
 
 def needed(module: str, extra: str, what: str) -> Any:
