@@ -13,10 +13,11 @@ H and KV heads of d features here, F hidden features here, b bytes of the comput
     feed-forward, gated    3 T b F                4 T b F
     experts, a slot        b (2 D + 3 F)          b (2 D + 4 F)            slots: R times experts a token, on average
 
-Under tensorwise FP8 products keep their inputs in one byte an element. Recomputed blocks keep their input, and what
-`recompute_keep` says; the one that runs again has all of it once more. The loss in chunks of C tokens over V rows of
-the head keeps w V D for the head's gradient, b C V logits, and 2 T b D for hidden states and their gradient; all logits
-at once are T V (b + 3 w).
+Not compiled, norms and feed-forward halves that are not kforge's keep what `eager_sizes` counts, and attention of
+transformers as much as compiled. Under tensorwise FP8 products keep their inputs in one byte an element. Recomputed
+blocks keep their input, and what `recompute_keep` says; the one that runs again has all of it once more. The loss in
+chunks of C tokens over V rows of the head keeps w V D for the head's gradient, b C V logits, and 2 T b D for hidden
+states and their gradient; all logits at once are T V (b + 3 w).
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def block_kept(s: Sizes, mixed: bool, config: ParallelConfig, axes: dict[str, in
     d, dh = s.dim, s.head_dim
     h, kv = s.heads // tp, max(1, s.kv_heads // tp)
     norms = 2 * r * (b * d + w) if lean else 2 * r * (2 * w * d + w)
+    if s.eager and not lean:
+        norms = r * d * (s.eager[0] * w + s.eager[1] * b) + 2 * r * w
     e = 1 if config.fp8 == "tensorwise" else b  # an element of what a product keeps of its input
     # Experts get the sequence shard; a gathered input is the product's own.
     inputs = d * (e * t + (b * r if mixed else e * t))
     if cp == 1:
-        attention = t * b * ((2 * h + 2 * kv) if lean else (3 * h + 3 * kv)) * dh
+        attention = t * b * ((2 * h + 2 * kv) if lean or s.eager else (3 * h + 3 * kv)) * dh
     elif config.cp_style == "allgather":
         attention = t * b * (3 * h if config.device != "cpu" else 2 * h) * dh + t * cp * b * 2 * kv * dh
     elif config.cp_style == "ulysses":
@@ -67,7 +70,7 @@ def block_kept(s: Sizes, mixed: bool, config: ParallelConfig, axes: dict[str, in
     if e != b:
         attention += t * e * h * dh  # the output, in bits beside what attention keeps of it
     if s.qk_norm:
-        attention += t * (b if lean else 2 * w) * (h + kv) * dh
+        attention += t * (b if lean else s.eager_heads[0] * w + s.eager_heads[1] * b) * (h + kv) * dh
     lse = t * w * h
     gated = s.matrices == 3
     wide = (3 if lean else 4) if gated else 2
@@ -78,7 +81,8 @@ def block_kept(s: Sizes, mixed: bool, config: ParallelConfig, axes: dict[str, in
         mlp = slots * b * (2 * d + wide * s.expert_ffn) + routing + r * b * wide * s.shared_ffn
         grads = slots * b * (d + 3 * s.expert_ffn)
     else:
-        mlp = t * (b * (wide - 1) + e) * (s.ffn // tp)
+        kept_wide = wide if lean or s.eager_mlp is None else s.eager_mlp
+        mlp = t * (b * (kept_wide - 1) + e) * (s.ffn // tp)
         grads = t * b * (up + 1) * (s.ffn // tp)
     whole = norms + inputs + attention + lse + mlp
     working = grads + 2 * t * b * d

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kforge_parallel.columns import document_ids, seen
+from kforge_parallel.eager import eager_sizes
 from kforge_parallel.expert import find_called
 
 STAGES = ("llama", "qwen3", "qwen3_moe")
@@ -54,6 +55,9 @@ class CausalLM(nn.Module):
         vars(self)["hf"] = model  # not a child: its children are this one's, so that names are theirs
         for name, child in model.named_children():
             self.add_module(name, child)
+        widths = model.config.hidden_size, getattr(model.config, "intermediate_size", 0)
+        self.eager = eager_sizes(self._base.layers, *widths)
+        """What blocks keep where they are not compiled, counted while they are whole."""
         _register()
         model.config._attn_implementation = "kforge"
         for module in model.modules():
@@ -101,6 +105,7 @@ class CausalLM(nn.Module):
             "expert_dim": widths[0] if experts else None,
             "qk_norm": any(name.endswith("q_norm") for name, _ in self.named_modules()),
             "loss_chunk_tokens": 0,  # all logits at once
+            **self.eager,
         }
         return {name: size for name, size in sizes.items() if size is not None}
 
@@ -172,7 +177,7 @@ class CausalLM(nn.Module):
             hf._modules["lm_head"] = None
         part = CausalLM.__new__(CausalLM)
         nn.Module.__init__(part)
-        vars(part)["hf"] = hf
+        vars(part).update(hf=hf, eager=self.eager)
         for name, child in hf._modules.items():
             part.add_module(name, child)
         return part
@@ -197,9 +202,10 @@ def _lack(model: Any) -> str:
     blocks: list[nn.Module] = list(base.layers)
     attention = sum(any(_attends(m) and m.is_causal for m in block.modules()) for block in blocks)
     if attention < len(blocks) or not model._supports_attention_backend:
+        found = attention if model._supports_attention_backend else 0
         return (
-            f"has {len(blocks)} blocks, of which {attention if model._supports_attention_backend else 0} have causal "
-            "attention that goes by transformers' AttentionInterface: documents of a row would see one another in the others"
+            f"has {len(blocks)} blocks, of which {found} have causal attention that goes by transformers' "
+            "AttentionInterface: in the others, documents of a row would see one another"
         )
     return ""
 

@@ -50,6 +50,11 @@ _SHAPE_KEYS = (
     "mlp_matrices",
     "qk_norm",
     "loss_chunk_tokens",
+    "norm_wide",
+    "norm_narrow",
+    "head_norm_wide",
+    "head_norm_narrow",
+    "mlp_kept",
 )
 """What may be said of a model; see `check_layout` for those that are looked at."""
 

@@ -22,7 +22,9 @@ ModelShape = Mapping[str, int | bool]
 n_heads. What else there is has a default: n_kv_heads (n_heads), head_dim (dim / n_heads), ffn_dim (8/3 of dim, up to a
 multiple of 64), mlp_matrices (3, gated; 2: plain), qk_norm (false; true: of each head), tie_embeddings (false),
 n_experts (0), moe_top_k (2), moe_layers (all; fewer: the last ones), expert_dim (ffn_dim), shared_dim (hidden width of
-the shared experts together: 0), loss_chunk_tokens (2048; 0: all logits at once), mtp_depth (0)."""
+the shared experts together: 0), loss_chunk_tokens (2048; 0: all logits at once), mtp_depth (0). Of other code
+than kforge's, what its modules keep where they are not compiled, as `eager_sizes` counts it: norm_wide and norm_narrow,
+head_norm_wide and head_norm_narrow, mlp_kept."""
 
 
 WANTED = ("vocab_size", "dim", "n_layers", "n_heads")
@@ -77,6 +79,13 @@ class Sizes:
     qk_norm: bool
     chunk: int
     mtp: int
+    eager: tuple[int, int] | None = None
+    """Elements that the norms of a block keep of a feature, not compiled: in fp32, and in the compute dtype. None: as
+    kforge's."""
+    eager_heads: tuple[int, int] = (2, 0)
+    """The same of the norms of queries and keys."""
+    eager_mlp: int | None = None
+    """Elements that the feed-forward half keeps of each of its features, not compiled. None: as kforge's."""
 
     def mixed(self, layer: int) -> bool:
         """Whether a block has experts."""
@@ -110,6 +119,9 @@ def sizes_of(shape: ModelShape) -> Sizes:
         qk_norm=bool(shape.get("qk_norm", False)),
         chunk=shape.get("loss_chunk_tokens", 2048),
         mtp=shape.get("mtp_depth", 0),
+        eager=(shape["norm_wide"], shape.get("norm_narrow", 0)) if "norm_wide" in shape else None,
+        eager_heads=(shape.get("head_norm_wide", 2), shape.get("head_norm_narrow", 0)),
+        eager_mlp=shape.get("mlp_kept"),
     )
     if sizes.heads % sizes.kv_heads:
         raise ValueError(f"shape.n_heads = {sizes.heads} must be a multiple of shape.n_kv_heads = {sizes.kv_heads}")
