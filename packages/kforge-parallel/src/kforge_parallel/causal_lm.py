@@ -192,7 +192,8 @@ def _lack(model: Any) -> str:
     """What a model lacks to be called with packed rows; "" for nothing."""
     if isinstance(model, CausalLM):
         return "is one already"
-    if not isinstance(model, nn.Module) or not hasattr(model, "config") or not hasattr(model, "base_model_prefix"):
+    is_module = isinstance(model, nn.Module)
+    if not is_module or not hasattr(model, "config") or not hasattr(model, "base_model_prefix"):
         return "is none: it has no `config` and no `base_model_prefix`; any other module goes to `parallelize` as it is"
     base = getattr(model, model.base_model_prefix, None)
     if base is None or model.get_output_embeddings() is None:

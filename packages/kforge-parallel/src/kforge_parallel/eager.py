@@ -36,11 +36,9 @@ def eager_sizes(blocks: Iterable[nn.Module], dim: int, ffn: int) -> dict[str, in
     if norms:
         found["norm_wide"], found["norm_narrow"] = (round(sum(kept) / dim) for kept in zip(*norms, strict=True))
     heads = [m for child in block.children() for name, m in child.named_children() if name in ("q_norm", "k_norm")]
-    widths = [norm.weight.shape[-1] for norm in heads if isinstance(getattr(norm, "weight", None), nn.Parameter)]
-    normed = [_kept(norm, width) for norm, width in zip(heads, widths, strict=False)]
-    if normed and normed[0] is not None:
-        wide, narrow = normed[0]
-        found["head_norm_wide"], found["head_norm_narrow"] = round(wide / widths[0]), round(narrow / widths[0])
+    weights = [weight for norm in heads for weight in norm.parameters()]
+    if weights and (kept := _kept(heads[0], weights[0].shape[-1])) is not None:
+        found["head_norm_wide"], found["head_norm_narrow"] = (round(n / weights[0].shape[-1]) for n in kept)
     mlp = _mlp_of(block)
     if mlp is not None and (kept := _kept(mlp, dim)) is not None:
         found["mlp_kept"] = round((2 * kept[0] + kept[1] - dim) / ffn)
