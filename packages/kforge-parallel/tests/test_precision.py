@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 
 from kforge_parallel import ParallelConfig, precision_of, precision_table
 from kforge_testing import run_ranks
@@ -46,10 +47,68 @@ def test_the_table_says_where_gradients_are_rounded():
     assert precision_table(ParallelConfig(precision="fp64"), 2)["weights"] == "fp64"
 
 
+SPLIT = ("zbv", "dualpipev", "interleaved_zero_bubble")
+TRAVELS = "fp8 tensorwise, weights gathered in 8 bits, those of unequal parts in bf16"
+IN_8_BITS = [
+    ({"fp8": "tensorwise"}, TRAVELS),
+    ({"fp8": "rowwise"}, "fp8 rowwise, weights gathered in bf16 and cast after"),
+    ({"fp8": "tensorwise", "pp": 2, "pp_schedule": "interleaved_1f1b"}, TRAVELS),
+    *(
+        (
+            {"fp8": "tensorwise", "pp": 2, "pp_schedule": word},
+            f"fp8 tensorwise, weights gathered in bf16 and cast after, as parallel.pp_schedule = {word} asks",
+        )
+        for word in SPLIT
+    ),
+]
+
+
+class Even(nn.Module):
+    block_list = "layers"
+
+    def __init__(self, layers=range(4)):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(32, 64, bias=False) for i in layers})
+
+    def stage(self, first, layers, last):
+        part = Even(())
+        part.layers.update({str(i): self.layers[str(i)] for i in layers})
+        return part
+
+
+def in_8_bits(rank, world):
+    """Of each layout, how many parameters a rank gathers in 8 bits, and what is said of them."""
+    from kforge_parallel import launch, parallelize
+    from kforge_parallel.pipeline import stages_of
+
+    found = []
+    for options, _ in IN_8_BITS:
+        config = ParallelConfig(device="cpu", **options)
+        mesh = launch(config)
+        model = parallelize(Even, mesh)
+        roots = stages_of(model).calls if mesh.pp_size > 1 else [model]
+        parts = [len(vars(root)["fp8_weights"].parts) for root in roots if "fp8_weights" in vars(root)]
+        found.append((sum(parts), precision_table(config, world)["linear modules"]))
+    return found
+
+
+def test_what_is_said_of_weights_in_8_bits_is_what_they_do():
+    for rank in run_ranks(in_8_bits, 2, init=False):
+        for (parts, told), (_, said) in zip(rank, IN_8_BITS, strict=True):
+            assert told == said
+            assert (parts > 0) == ("in 8 bits" in said), told
+
+
+def test_what_multiplies_in_8_bits_alone():
+    assert "linear modules" not in precision_table(ParallelConfig(), 2)
+    alone = precision_table(ParallelConfig(fp8="tensorwise"), 1)
+    assert alone["linear modules"] == "fp8 tensorwise, weights cast on their rank"
+    offloaded = precision_table(ParallelConfig(fp8="tensorwise", cpu_offload=True), 2)["linear modules"]
+    assert offloaded.endswith("gathered in bf16 and cast after, as parallel.cpu_offload asks")
+
+
 def accumulated(rank, world, storage):
     """Gradient of one weight over microbatches of 256, 1, 1 and 1 on each rank, and the dtypes."""
-    from torch import nn
-
     from kforge_parallel import launch, parallelize, set_last_microbatch
 
     config = ParallelConfig(storage=storage, dp_shard=-1)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from kforge_parallel.axes import resolve_axes
 from kforge_parallel.config import ParallelConfig
+from kforge_parallel.stages import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,15 @@ def precision_table(config: ParallelConfig, world_size: int) -> dict[str, str]:
     how = {"split": ", the bits missing to fp32 with the optimizer", "stochastic": ", rounded stochastically"}
     replicas = {"bf16": ", bf16 between replicas", "int8": ", int8 between replicas with error feedback"}
     replicas["powersgd"] = f", rank {config.compress_rank} between replicas (PowerSGD) with error feedback"
+    products = {}
+    if config.fp8 != "none":
+        products["linear modules"] = (
+            f"fp8 {config.fp8}, weights {_gathered(config, world_size, short[precision.compute])}"
+        )
     return {
         "weights": short[precision.storage] + how.get(config.storage, ""),
         "compute": short[precision.compute] + remark,
+        **products,
         "gradients over microbatches": f"{summed}, {config.accumulate}",
         "gradients over ranks": "one rank"
         if world_size == 1
@@ -78,3 +86,16 @@ def precision_table(config: ParallelConfig, world_size: int) -> dict[str, str]:
         + replicas.get(config.compress, "")
         + (", then rounded to bf16 once" if config.storage in how else ""),
     }
+
+
+def _gathered(config: ParallelConfig, world_size: int, compute: str) -> str:
+    """In which dtype the weights of modules that multiply in FP8 come to a rank."""
+    if world_size == 1:
+        return "cast on their rank"
+    if config.fp8 == "rowwise":
+        return f"gathered in {compute} and cast after"
+    if config.cpu_offload:
+        return f"gathered in {compute} and cast after, as parallel.cpu_offload asks"
+    if resolve_axes(config, world_size)["pp"] > 1 and SCHEDULES[config.pp_schedule].splits_backward:
+        return f"gathered in {compute} and cast after, as parallel.pp_schedule = {config.pp_schedule} asks"
+    return f"gathered in 8 bits, those of unequal parts in {compute}"
