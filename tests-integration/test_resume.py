@@ -246,3 +246,22 @@ def test_no_file_of_a_checkpoint_is_read_as_a_pickle(tokens, tmp_path):
             assert name.name in str(failure), f"{name}: the refusal does not name the file"
         assert not touched.exists(), name
         assert not survived or name.name == "latest", name
+
+
+def train_from_alike_parts(rank, world, config):
+    """Train with scores of sinks that are the same on each rank, as a few steps of Lion may leave them."""
+    import torch
+
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    with build(config) as parts:
+        for name, parameter in parts.model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data.to_local().copy_(torch.tensor([0.003, -0.003]))
+        return Trainer(parts).run()
+
+
+def test_parts_that_training_made_alike_are_no_fault(tokens, tmp_path):
+    config = job(tokens, tmp_path, model__sinks=True, optim__name="lion", train__steps=3)
+    assert run_ranks(train_from_alike_parts, 2, config, init=False) == [0, 0]

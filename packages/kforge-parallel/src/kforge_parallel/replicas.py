@@ -35,13 +35,14 @@ def bits_digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module) -> None:
+def check_replicas(model: nn.Module, *, drawn: bool = True) -> None:
     """Compare the parameters of all ranks, and the floating-point buffers that a checkpoint holds (the bias of a
     router, say). Does nothing on one rank. Collective; waits for the device.
 
     Raises RuntimeError, on every rank alike, when ranks that hold the same piece (replicas, or what tensor parallelism
     leaves whole) differ in a bit, naming the ranks; and when all pieces of a parameter are filled with the same numbers
-    that are not all one number, naming the parameter.
+    that are not all one number, naming the parameter. ``drawn=False`` leaves the second out, for values that come from
+    training: steps of equal size (Lion's, say) make small pieces alike by chance.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -60,12 +61,14 @@ def check_replicas(model: nn.Module) -> None:
         names.append(name)
         digest = bits_digest(local)
         digests.append(digest.to(digests[0].device) if digests else digest)  # offloaded parameters, buffers on CUDA
-        varied.append(bool(piece) and local.numel() > 0 and bool(local.min() < local.max()))
+        varied.append(drawn and bool(piece) and local.numel() > 0 and bool(local.min() < local.max()))
     if not names:
         return
     mine = torch.stack(digests)
     # Ranks that have other parameters (the stages of a pipeline) are not compared with one another.
     _same_pieces({(piece, _sha([names[i] for i in held])): _sha(mine[held].tolist()) for piece, held in pieces.items()})
+    if not drawn:
+        return
     places = _places_of_all(names)
     own = torch.tensor([places[name] for name in names], device=mine.device)
     bounds = torch.iinfo(torch.int64)

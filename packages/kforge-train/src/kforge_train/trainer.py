@@ -122,7 +122,7 @@ class Trainer:
         config, job = self.config, self.job
         with phase("build", config.parallel, job.mesh):
             self.restore()
-            check_replicas(job.model)
+            check_replicas(job.model, drawn=False)  # initial values were looked at when it was built
         if job.mesh.rank == 0:
             save_config(config)
         self.report_start()
