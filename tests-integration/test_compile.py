@@ -11,7 +11,12 @@ KINDS = {
     "packed": {},
     "experts": {"model__n_experts": 4, "model__moe_pattern": "DM"},
     "windows": {"model__window": 5, "model__window_pattern": "WF"},
+    "lengths": {
+        "data__phases": [{"step": step, "row_tokens": 32 + 8 * step} for step in range(1, 14)],
+        "train__steps": 14,
+    },
 }
+"""The last has rows of two lengths until all is warm, and of twelve others after."""
 
 
 def warm_and_on(rank, world, config):
@@ -32,7 +37,7 @@ def warm_and_on(rank, world, config):
         graphs = torch._dynamo.utils.counters["stats"]
         warm = graphs["unique_graphs"]
         with torch.compiler.set_stance("fail_on_recompile"):
-            for _ in range(4):
+            for _ in range(config.train.steps - 2):
                 trainer.step()
                 trainer.evaluate()
         return warm, graphs["unique_graphs"], names

@@ -58,6 +58,21 @@ def test_twelve_lengths_evaluation_and_a_last_short_batch_compile_nothing_more(g
     assert graphs() == warm
 
 
+def test_sizes_of_one_have_three_graphs_and_no_more(graphs):
+    """torch makes a 1 a constant of a graph: of the rows, of the tokens, or of both."""
+    models = pair()
+    for rows, tokens in ((4, 16), (4, 24), (3, 16)):
+        both(*models, rows, tokens, 16)
+    warm = graphs()
+    for rows, tokens in ((4, 1), (1, 16), (1, 1)):
+        both(*models, rows, tokens, 16)
+    assert graphs() == warm + 3
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows, tokens in ((2, 1), (3, 1), (1, 24), (1, 32), (1, 1), (2, 40), (4, 16)):
+            both(*models, rows, tokens, 16)
+    assert graphs() == warm + 3
+
+
 def test_one_length_keeps_its_constants_while_evaluations_have_others(graphs):
     made = []
 
