@@ -81,6 +81,18 @@ def test_answers_without_torch_in_little_time(argv: list[str], limit_s: float) -
     assert min(took) <= limit_s, took
 
 
+@pytest.mark.parametrize("name", ["train", "config", "schedule", "estimate", "quickstart"])
+def test_help_fits_into_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if len(line) > 80 and not line.startswith("  --")] == []  # a flag is not cut
+
+
 @pytest.mark.parametrize("argv", [["--optim.lr", "0.5", "tiny"], ["tiny", "--optim.lr=0.5"]], ids=" ".join)
 def test_train_hands_on_the_resolved_job(argv: list[str], calls: list[Any]) -> None:
     assert main(["train", *argv]) == 75
@@ -187,6 +199,10 @@ def test_schedule_prints_rates_and_draws_them(tmp_path: Path, capsys: pytest.Cap
         (["train", "tiny", "--model.preset", "lama3-8b"], "no model preset 'lama3-8b'; did you mean llama3-8b"),
         (["train", "nowhere.toml"], "neither a file nor a preset"),
         (["train", "--train.steps"], "--train.steps needs a value"),
+        (["train", "--model.preset"], "--model.preset needs a value"),
+        (["train", "tiny", "--optim.lrr"], "optim.lrr (command line): no such key; did you mean optim.lr?"),
+        (["train", "tiny", "--ckpt"], "ckpt (command line): is a section; its keys are ckpt."),
+        (["import", "/nowhere", "/nowhere-either"], "/nowhere is no folder of Hugging Face: it has no config.json"),
         (["generate", "/nowhere"], "is no run"),
         (
             ["schedule", "tiny", "--optim.warmup_steps", "21"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_a_circle_of_files_is_told(tmp_path: Path) -> None:
         resolve_config(one)
 
 
+def test_a_folder_in_the_place_of_a_file_says_which_file_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(tmp_path))} is a folder; name a preset or a TOML file$"):
+        resolve_config(tmp_path)
+    write(tmp_path, "config.toml", "")
+    with pytest.raises(ConfigError, match=re.escape(f"is the folder of a run; its job is {tmp_path / 'config.toml'}")):
+        resolve_config(tmp_path)
+
+
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor a preset; did you mean tiny"):
         resolve_config("tinny")
@@ -113,8 +122,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         resolve_config(write(tmp_path, "bad.toml", "steps ="))
     with pytest.raises(ConfigError, match="extends = 3 must be the name"):
         resolve_config(write(tmp_path, "three.toml", "extends = 3"))
+    (tmp_path / "latin.toml").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
-        resolve_config(tmp_path)
+        resolve_config(tmp_path / "latin.toml")
 
 
 @pytest.mark.parametrize("name", [None, *preset_names()])

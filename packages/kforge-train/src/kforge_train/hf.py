@@ -124,6 +124,8 @@ class HfFolder(Mapping[str, Tensor]):
             said = json.loads((folder / CONFIG).read_text("utf-8"))
             self.family = family_of(said)
             self.config = config_from_hf(said)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} is no folder of Hugging Face: it has no {CONFIG}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder / CONFIG}: {error}") from error
         if like is not None:

@@ -141,6 +141,10 @@ def _read(source: str | Path, base: Path) -> tuple[str, str, str, Path]:
         raise ConfigError(
             f"{path} is neither a file nor a preset{hint} (presets: {', '.join(preset_names())})"
         ) from None
+    except IsADirectoryError:
+        job = path / "config.toml"
+        meant = f"the folder of a run; its job is {job}" if job.is_file() else "a folder; name a preset or a TOML file"
+        raise ConfigError(f"{path} is {meant}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ CONFIG_EXIT = 2
 SILENT_S = 10.0
 
 _OVERRIDES = """\
-Any field of the job can be set as --section.key VALUE or --section.key=VALUE: text as it is, a list as 0.9,0.95,
-`none` for no value; a field of true/false may stand alone. Defaults < preset or file < command line."""
+Any field of the job can be set as --section.key VALUE or --section.key=VALUE:
+text as it is, a list as 0.9,0.95, `none` for no value; a field of true/false
+may stand alone. Defaults < preset or file < command line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +90,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         from kforge_train.describe import describe_config
         from kforge_train.resolve import preset_names
 
-        train.epilog = f"Presets: {', '.join(preset_names())}.\n\n{_OVERRIDES}\n\n{describe_config()}"
+        presets = textwrap.fill(f"Presets: {', '.join(preset_names())}.", 79, break_on_hyphens=False)
+        train.epilog = f"{presets}\n\n{_OVERRIDES}\n\n{describe_config()}"
 
     evaluate = command("eval", _eval, "Loss of a run's checkpoint on held-out text.")
     generate = command("generate", _generate, "Text from a run's checkpoint.")
@@ -117,7 +120,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
     quick = command("quickstart", _quickstart, "From text to a trained model and a report, on this machine.")
     quick.add_argument("--dir", type=Path, metavar="FOLDER", help="where (default: runs/quickstart)")
-    quick.add_argument("--minutes", type=float, metavar="M", help="time to train; 30 takes a larger model")
+    quick.add_argument("--minutes", type=float, metavar="M", help="time to train (default: 3); 30 takes a larger model")
     return parser
 
 

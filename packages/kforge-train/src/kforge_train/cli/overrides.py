@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError
+from kforge_train.resolve import MODEL_PRESET
 from kforge_train.schema import BOOLS, leaves
 
 
@@ -14,10 +15,11 @@ def split_overrides(
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """`(overrides, rest)`: path and text of every `--path value` or `--path=value`, in order.
 
-    `options` stay in the rest. A flag of true/false may stand alone, which means true; any other without a value is a
-    ConfigError. Whether a path exists is not asked here: that error is told with all the others.
+    `options` stay in the rest. A flag of true/false may stand alone, which means true; any other field without a
+    value is a ConfigError. A path that is no field is let through: that error is told with all the others.
     """
     flags = {leaf.path for leaf in leaves(JobConfig) if leaf.kind is bool}
+    known = {leaf.path for leaf in leaves(JobConfig)} | {MODEL_PRESET}
     overrides: list[tuple[str, str]] = []
     rest: list[str] = []
     tokens = list(argv)
@@ -37,6 +39,8 @@ def split_overrides(
             overrides.append((path, tokens.pop(0) if takes else "true"))
         elif tokens and not tokens[0].startswith("--"):
             overrides.append((path, tokens.pop(0)))
+        elif path not in known:
+            overrides.append((path, ""))
         else:
             raise ConfigError(f"--{path} needs a value, as --{path} VALUE")
     return overrides, rest
