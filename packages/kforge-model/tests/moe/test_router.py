@@ -41,6 +41,18 @@ def test_formula(kind: str, norm: bool) -> None:
     assert torch.allclose(logits, right, rtol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_the_weight_of_one_expert_is_one_and_teaches_nothing(kind: str) -> None:
+    """To the last bit: Lion takes the sign of a gradient, and Muon its direction, however small it is."""
+    router, x = router_of(router=kind, moe_top_k=1, router_scale=2.5).double(), tokens().requires_grad_()
+    ids, weights, _, logits = router(x)
+    assert torch.equal(ids, logits.argmax(1, keepdim=True))
+    assert torch.equal(weights, torch.full((40, 1), 2.5, dtype=torch.float64))
+    (weights * torch.randn(40, 1, generator=torch.Generator().manual_seed(3))).sum().backward()
+    assert router.weight.grad is not None and not router.weight.grad.any()
+    assert x.grad is not None and not x.grad.any()
+
+
 def test_scores_are_made_in_float32() -> None:
     """Of weights and tokens in bfloat16 too: the same choice as of the same numbers in float32."""
     router, x = router_of().bfloat16(), tokens(torch.bfloat16)

@@ -57,7 +57,9 @@ class Router(nn.Module):
         scores = self.scores(logits)
         ids = self.choose(scores.detach())
         weights = scores.gather(1, ids)
-        if self.norm:
+        if self.norm and self.top_k == 1:
+            weights = 1 + 0 * weights  # a quotient's gradient would be rounding, of which some optimizers make whole steps
+        elif self.norm:
             weights = weights / self.total(weights)
         if self.scale != 1:
             weights = weights * self.scale
