@@ -180,7 +180,7 @@ def test_another_sequence_is_refused_with_what_differs(numbered: Make, make_shar
         assert other.position == 0
     with pytest.raises(ValueError, match="version 7"):
         load(source).load_state_dict({**state, "version": 7})
-    with pytest.raises(ValueError, match="cannot be negative"):
+    with pytest.raises(ValueError, match="position of the loader state is -1, and must be a whole number from 0"):
         load(source).load_state_dict({**state, "position": -1})
 
 

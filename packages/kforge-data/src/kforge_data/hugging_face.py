@@ -111,7 +111,7 @@ class DatasetTexts:
         return _open_again, (self.place, self.field)
 
     def read(self, first: int = 0, last: int | None = None) -> Iterator[str | Bad | None]:
-        """Texts from number ``first`` on, up to ``last``; None and "" where there is none, `Bad` for what is no text."""
+        """Texts from number ``first`` on, up to ``last``; None and "" where there is none, `Bad` for no text."""
         last = len(self) if last is None else last
         for at in range(first, last, _READ):
             with _explained(self.place, "read"):

@@ -22,7 +22,7 @@ from kforge_data.batch import PADDING_ROW, Batch, cu_seqlens_length
 from kforge_data.batch_size import BatchSize
 from kforge_data.best_fit import hash_seed
 from kforge_data.lanes import LaneState
-from kforge_data.loader_state import STATE_VERSION, describe, differences
+from kforge_data.loader_state import STATE_VERSION, check_state, describe, differences
 from kforge_data.mixture import ROW_BITS, Mixture
 from kforge_data.phases import RowPhase
 from kforge_data.sources import in_order, lane_rows, laned_parts, lanes_of, rows_or_error
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kforge_data.sources import Source
 
 _FIND_ROWS = 512
+_WHERE = ("_base_step", "_base_position", "_position", "_starts", "_end", "_quarantined", "_lanes")
 
 logger = logging.getLogger("kforge_data")
 
@@ -452,7 +453,7 @@ class Loader:
             return
         given = lane_rows(source, self._position - self._starts[phase], row_tokens)
         for number in laned_parts(source):
-            saved = {int(lane): LaneState(*map(int, at)) for lane, *at in state.get("lanes", {}).get(str(number), [])}
+            saved = {lane: LaneState(*at) for lane, *at in state.get("lanes", {}).get(str(number), [])}
             mine = range(self._rank, lanes_of(source), self._world)
             rows = given[number].tolist()
             if differing:
@@ -501,37 +502,41 @@ class Loader:
 
         So may global_rows, batch_phases and epochs: the rows that follow are the same, cut into other steps, of which
         each has the size that its number says. Another source, seed, row_tokens or shuffle is another sequence, in
-        which the position means little: ValueError that lists what differs, unless the loader was told to accept it.
+        which the position means little: ValueError that lists what differs, unless the loader was told to accept it. A
+        damaged state is one that names the field. A state that is refused changes nothing.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"a loader state of version {state.get('version')}; this loader reads {STATE_VERSION}")
-        size = BatchSize(
-            int(state["global_rows"]), tuple((int(n), int(rows)) for n, rows in state.get("batch_phases", []))
-        )
-        step, base = int(state["base_step"]), int(state["base_position"])
-        rows = int(state["position"]) - base + size.before(step)
+        check_state(state)
+        kept = {name: getattr(self, name) for name in _WHERE}
+        try:
+            self._take_up(state)
+        except BaseException:
+            self.__dict__.update(kept)
+            raise
+        finally:
+            self._forget_ahead()
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        size = BatchSize(state["global_rows"], tuple((n, rows) for n, rows in state.get("batch_phases", [])))
+        step, base, position = state["base_step"], state["base_position"], state["position"]
+        rows = position - base + size.before(step)
         begun = self._begun(size.step_at(rows))
         differing = differences(state, {**self.state_dict(), "phases": begun})
-        if differing and self._accept_changed_data:
-            logger.warning("going on at position %s in another sequence of rows: %s", state["position"], differing)
-        elif differing:
+        if differing and not self._accept_changed_data:
             raise ValueError(
                 f"the saved position belongs to another sequence of rows: {differing}. Resume with what it was saved "
                 "with, or start the data anew by not loading this state, or take the position as it is "
                 "(accept_changed_data)"
             )
-        position = int(state["position"])
-        if position < 0:
-            raise ValueError(f"a loader state with position {position}, which cannot be negative")
         if size == self._size and size.before(size.step_at(rows)) == rows:
             self._base_step, self._base_position = step, base
         else:  # steps from here on are cut otherwise than those before
             self._base_step, self._base_position = size.step_at(rows), position
         self._position = position
-        self._starts, self._end = self._lay_out([0, *(int(start) for start, _, _ in state.get("phases", []))])
+        self._starts, self._end = self._lay_out([0, *(start for start, _, _ in state.get("phases", []))])
         self._quarantined = np.array(sorted(state.get("quarantined", [])), np.int64)
         self._load_lanes(state, bool(differing))
-        self._forget_ahead()
+        if differing:
+            logger.warning("going on at position %s in another sequence of rows: %s", position, differing)
 
     def close(self) -> None:
         """Stop reading ahead. The state stays readable; `next` is an error from here on."""

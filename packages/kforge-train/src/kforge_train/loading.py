@@ -22,6 +22,6 @@ class LoaderState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the lanes of all ranks that saved."""
-        if "lanes" in state:
+        if isinstance(state.get("lanes"), list):
             state = merge_states([{**state, "lanes": lanes} for lanes in state["lanes"] if lanes is not None])
         self._loader.load_state_dict(state)

@@ -58,7 +58,7 @@ class Router(nn.Module):
         ids = self.choose(scores.detach())
         weights = scores.gather(1, ids)
         if self.norm and self.top_k == 1:
-            weights = 1 + 0 * weights  # a quotient's gradient would be rounding, of which some optimizers make whole steps
+            weights = 1 + 0 * weights  # the gradient of a quotient would be rounding: whole steps to Lion and Muon
         elif self.norm:
             weights = weights / self.total(weights)
         if self.scale != 1:
