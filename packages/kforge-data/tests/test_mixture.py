@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
+from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kforge_data import Loader, Mixture, PackedDocuments, RowBlock, TokenShards, epoch_order
@@ -226,3 +227,25 @@ def test_sources_of_different_tokenizers_are_refused(make_shards: Make, tmp_path
 def test_an_empty_source_is_refused_by_name(make_shards: Make) -> None:
     with pytest.raises(ValueError, match=r"b: .* holds no tokens"):
         Mixture({"a": Rows(2), "b": make_shards([])}).position_limit(8)
+
+
+_WEIGHT = st.floats(1e-300, 1e300)
+
+
+@settings(deadline=None)
+@given(st.lists(_WEIGHT, min_size=1, max_size=4), st.floats(1e-3, 1e6))
+@example([8.0, 2.0], 1e-3).via("overflowed")
+@example([5.0, 5.0], 1e-320).via("was no number")
+def test_any_temperature_gives_each_weight_its_share_or_is_refused(weights: list[float], temperature: float) -> None:
+    named = {f"s{k}": weight for k, weight in enumerate(weights)}
+    with localcontext(Context(prec=60, Emin=-(10**17), Emax=10**17)):
+        logs = [Decimal(weight).ln() / Decimal(temperature) for weight in weights]
+        powers = [(log - max(logs)).exp() for log in logs]
+        right = [power / sum(powers) for power in powers]
+    sources = {name: Rows(10) for name in named}
+    if min(powers) < Decimal("2.4e-324"):
+        with pytest.raises(ValueError, match=r"temperature = .* leaves s\d a share of 0"):
+            Mixture(sources, named, temperature=temperature)
+    elif min(powers) > Decimal("1e-307"):
+        asked = Mixture(sources, named, temperature=temperature).asked()
+        assert list(asked.values()) == pytest.approx([float(share) for share in right], rel=1e-8, abs=0)

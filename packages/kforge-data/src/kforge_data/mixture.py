@@ -107,6 +107,8 @@ class Mixture:
         if missing := [name for name in self.names if name not in given]:
             raise ValueError(f"{', '.join(missing)} has no weight; give each source one (0: not before a later phase)")
         self._phases = _read_phases(self.names, given, phases)
+        for _, weights_there in self._phases:
+            _check_temperature(self.names, weights_there, temperature)
         for k, name in enumerate(() if allow_unread else self.names):
             if not any(weights[k] for _, weights in self._phases):
                 raise ValueError(f"{name} has weight 0 in every phase and would never be read; leave it out")
@@ -200,7 +202,7 @@ class Mixture:
 
     def asked(self, position: int = 0) -> dict[str, float]:
         """Share of the tokens (or documents) that the weights ask for at a position."""
-        powers = [w and math.exp(math.log(w) / self._temperature) for w in self._weights_at(position)]
+        powers = _powers(self._weights_at(position), self._temperature)
         return {name: power / sum(powers) for name, power in zip(self.names, powers, strict=True)}
 
     def position_limit(self, row_tokens: int) -> int | None:
@@ -213,12 +215,12 @@ class Mixture:
     def _row_shares(self, weights: Sequence[float], row_tokens: int) -> list[float]:
         """Shares of rows [K] at which tokens, or documents, come in proportion to weights."""
         shares = []
-        for weight, source in zip(weights, self._sources, strict=True):
-            if not weight:
+        for power, source in zip(_powers(weights, self._temperature), self._sources, strict=True):
+            if not power:
                 shares.append(0.0)
                 continue
             a_row = source.epoch_size(row_tokens)[self._by == "documents"] / source.row_count(row_tokens)
-            shares.append(math.exp(math.log(weight) / self._temperature) / a_row)
+            shares.append(power / a_row)
         total = sum(shares)
         return [share / total for share in shares]
 
@@ -337,6 +339,22 @@ class Mixture:
     def max_documents(self, row_tokens: int) -> int:
         """The most documents in any one row of any source."""
         return max(source.max_documents(row_tokens) for source in self._sources)
+
+
+def _powers(weights: Sequence[float], temperature: float) -> list[float]:
+    """weight ** (1 / temperature), by which shares go, over the largest of them, as a small temperature makes huge
+    numbers."""
+    largest = max(weights)
+    return [math.exp((math.log(weight) - math.log(largest)) / temperature) if weight else 0.0 for weight in weights]
+
+
+def _check_temperature(names: Sequence[str], weights: Sequence[float], temperature: float) -> None:
+    for name, weight, power in zip(names, weights, _powers(weights, temperature), strict=True):
+        if weight and not power:
+            raise ValueError(
+                f"temperature = {temperature} leaves {name} a share of 0, as its weight is {weight} and the largest "
+                f"{max(weights)}; give a temperature nearer 1, or the weight 0"
+            )
 
 
 def _check_names(what: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
