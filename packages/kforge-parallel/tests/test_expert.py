@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kforge_parallel import ParallelConfig
+from kforge_parallel import ParallelConfig, check_model
 from kforge_parallel.testing import compare
 from kforge_testing import RankFailure, run_ranks
 
@@ -283,6 +283,10 @@ def selective_and_compiled(rank, world):
 def test_a_selective_recomputation_of_several_graphs_is_refused():
     with pytest.raises(RankFailure, match="sees no operation inside of a compiled graph, and with"):
         run_ranks(selective_and_compiled, 1, init=False)
+    axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
+    config = ParallelConfig(recompute="selective", compile=True)
+    with torch.device("meta"), pytest.raises(ValueError, match="sees no operation"):
+        check_model(mixture.Model(), config, axes)  # before there is a process group
 
 
 class Ragged(nn.Module):

@@ -267,6 +267,13 @@ def test_overrides_are_split_from_the_rest() -> None:
         (["--parallel.fp8", "rowwise", "--parallel.precision", "fp32"], "parallel.fp8 = rowwise gives bf16 on a GPU"),
         (["--gpus", "4", "--parallel.pp", "4"], "wants at least as many microbatches as its 4 stages"),
         (["--gpus", "4", "--parallel.cp", "4", "--data.row_tokens", "1020"], "data.row_tokens = 1020 cannot be split"),
+        (["--optim.name", "lion", "--optim.moments", "bf16"], "optim.moments = bf16 is how AdamW keeps its moments"),
+        (["--optim.name", "adamm"], "unknown optimizer 'adamm'"),
+        (["--optim.name", "muon", "--optim.offload", "true"], "optim.offload: muon multiplies whole matrices"),
+        (
+            ["--parallel.compile", "--parallel.recompute", "selective", "--model.n_experts", "4"],
+            "parallel.recompute = selective sees no operation inside of a compiled graph",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

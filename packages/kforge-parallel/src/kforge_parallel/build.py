@@ -220,9 +220,11 @@ def _choose_recompute(
 
 def check_model(model: nn.Module, config: ParallelConfig, axes: Mapping[str, int]) -> None:
     """Raise ValueError for what `parallelize` would refuse of a model because of what it is: a model without stages, a
-    plan, attention cores or experts, where ``axes`` (of `check_layout`) ask for them. The model may be on meta and is
+    plan, attention cores or experts, where ``axes`` (of `check_layout`) ask for them, and selective recomputation of
+    compiled blocks with experts. The model may be on meta and is
     not changed; there need be no process group."""
     blocks = find_blocks(model)
+    _several_graphs(blocks, config, axes["cp"])
     if axes["pp"] > 1:
         check_stages(model, axes["pp"])
         split_layers(config, axes["pp"], len(blocks))
@@ -264,20 +266,12 @@ def _to_fp8(part: nn.Module, config: ParallelConfig, mesh: Mesh, words: Resolved
 
 def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
     """Recompute, compile and offload."""
-    # Experts, or a ring, break a block into several graphs, and a checkpoint in what is compiled may hold none.
-    ring = mesh.cp_size > 1 and config.cp_style == "ring"
-    mixed = [block for block in blocks if ring or find_mixtures(block)]
+    mixed = _several_graphs(blocks, config, mesh.cp_size)
     if config.compile:
         if mixed:
             compile_blocks(mixed, dynamic=False)
         if SCHEDULES[config.pp_schedule].splits_backward:
             keep_donated_buffers()
-        if mixed and config.recompute == "selective":
-            raise ValueError(
-                "parallel.recompute = selective sees no operation inside of a compiled graph, and with "
-                "parallel.compile = true a block with experts, or with a ring, is several graphs; set recompute to "
-                "full, or compile to false"
-            )
     whole = [block for block in blocks if block not in mixed] if config.compile else []
     recompute_blocks(
         blocks,
@@ -289,6 +283,19 @@ def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh)
     compile_blocks(whole)
     if config.offload_activations:
         offload_blocks(blocks)
+
+
+def _several_graphs(blocks: list[nn.Module], config: ParallelConfig, cp: int) -> list[nn.Module]:
+    """The blocks that experts, or a ring, break into several graphs where they are compiled: a checkpoint in what is
+    compiled may hold none. Raises ValueError for a selective recomputation of them."""
+    ring = cp > 1 and config.cp_style == "ring"
+    mixed = [block for block in blocks if ring or find_mixtures(block)]
+    if config.compile and mixed and config.recompute == "selective":
+        raise ValueError(
+            "parallel.recompute = selective sees no operation inside of a compiled graph, and with parallel.compile = "
+            "true a block with experts, or with a ring, is several graphs; set recompute to full, or compile to false"
+        )
+    return mixed
 
 
 def _check_axes(config: ParallelConfig, mesh: Mesh) -> None:

@@ -92,11 +92,10 @@ def checkpoint_dir(config: JobConfig) -> Path | str:
     return Path(config.ckpt.dir) if config.ckpt.dir else Path(config.train.run_dir) / "checkpoints"
 
 
-def check(config: JobConfig, world_size: int) -> None:
-    """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
+def check_spread(config: JobConfig, world_size: int) -> dict[str, int]:
+    """Refuse a model, a layout or an optimizer that do not go together; nothing is read. Returns the sizes of all axes.
+    Raises ConfigError, and ValueError as `check_layout`."""
     check_parts(config.model)
-    if config.train.deterministic:
-        check_deterministic(os.environ)
     with torch.device("meta"):
         model = kforge_model.build_model(config.model)
     own = config.model.kind != "transformer"
@@ -110,6 +109,14 @@ def check(config: JobConfig, world_size: int) -> None:
             f"{config.model.kind!r}) has no method init_value_(name, tensor, seed); set parallel.storage to fp32"
         )
     _optimizer(config, model, "fp32")  # knows the names, whether lengths fit, and what rules fit
+    return axes
+
+
+def check(config: JobConfig, world_size: int) -> None:
+    """Refuse what cannot be run, before any process waits for another. Raises ConfigError."""
+    if config.train.deterministic:
+        check_deterministic(os.environ)
+    axes = check_spread(config, world_size)
     ranks = axes["dp_replicate"] * axes["dp_shard"]
     data = config.data
     if not data.train and not data.mixture:

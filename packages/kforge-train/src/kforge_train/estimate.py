@@ -75,11 +75,8 @@ def estimate_job(config: JobConfig, world_size: int) -> tuple[JobConfig, Estimat
             f"what a step of model.kind = {config.model.kind!r} needs cannot be estimated: sizes are known of the "
             "Transformer only; under parallel.recompute = auto, set it to none or full"
         )
-    shape = model_shape(config.model)
-    for _, row_tokens in config.data.row_lengths():
-        planned = replace(config.parallel, device="cuda") if config.parallel.device == "auto" else config.parallel
-        check_layout(planned, world_size, shape, row_tokens)
     check_rows(config, world_size)
+    shape = model_shape(config.model)
     work, parallel = work_of(config, world_size), config.parallel
     with torch.device("meta"):
         listed = parameters_of(kforge_model.build_model(config.model))
@@ -100,7 +97,13 @@ def in_one_line(told: Estimate) -> str:
 
 def main(config: JobConfig, world_size: int, rank: int | None = None) -> str:
     """What `kforge estimate` prints. rank: build what this rank would hold, on the meta device, and list it, too."""
+    from kforge_train.build import check_spread  # which asks for estimates, too
+
     decided, told = estimate_job(config, world_size)
+    if config.parallel.device == "auto":  # the machine that asks need not be the one that trains
+        check_spread(replace(config, parallel=replace(config.parallel, device="cuda")), world_size)
+    else:
+        check_spread(config, world_size)
     if rank is not None:
         seen = check_rank(lambda: kforge_model.build_model(config.model), decided.parallel, world_size, rank)
         return f"{told}\n\n{seen}\n"
