@@ -445,10 +445,11 @@ class Checkpointer:
     ) -> int | None:
         """Restore ``states`` from the newest committed checkpoint, or from that of ``step``; returns its step.
 
-        Tensors are filled in place, from whatever layout they were saved in; then each object's ``load_state_dict``
-        is called, `RngState` last. Names saved but not asked for are left alone. Returns None, and changes nothing,
-        when ``step`` is None and there is no checkpoint. A newest one that is damaged is told of, and the one before it
-        taken.
+        Objects without tensors are given their states first; if one of them does not take it, all are given back what
+        they had. Then tensors are filled in place, from whatever layout they were saved in, and the ``load_state_dict``
+        of their objects is called, `RngState` last. Names saved but not asked for are left alone. Returns None, and
+        changes nothing, when ``step`` is None and there is no checkpoint. A newest one that is damaged is told of, and
+        the one before it taken.
 
         ``verify="fast"`` compares the sizes of all files and the checksums of the small ones, ``"full"`` reads
         everything once more for its checksum. ``fit`` says in what the checkpoint may differ from the tensors to fill;
@@ -457,8 +458,10 @@ class Checkpointer:
         it may raise.
 
         Raises on all ranks, before anything is changed: StateMismatchError naming the tensors that are missing, too
-        many, of another shape or dtype; DamagedCheckpointError naming the file; CheckpointError for a ``step`` that
-        is not there.
+        many, of another shape or dtype, or what of an optimizer's groups and options differs; DamagedCheckpointError
+        naming the file; CheckpointError for a ``step`` that is not there, and with what an object says that does not
+        take its state. Only where reading fails midway, or an object with tensors does not take its state after all,
+        is the error that of a restore "in part".
         """
         if verify not in ("fast", "full"):
             raise ValueError(f"verify = {verify!r} does not exist; there are 'fast' and 'full'")
@@ -507,7 +510,8 @@ class Checkpointer:
             plan = ranks.all(what, lambda: Plan(saved, states, stack, fit))
             plan.compare(ranks, what)
             ready = ranks.all(what, lambda: plan.ready(ranks))
-            plan.fill(ranks, what)
+            with plan.handed_first(ranks, what, ready):
+                plan.fill(ranks, f"{folder} was restored in part")
             ranks.all(f"{folder} was restored in part", lambda: plan.hand_over(ready))
         if ranks.rank == 0:
             for line in fit.told(plan.stored, plan.wanted, plan.unclaimed):

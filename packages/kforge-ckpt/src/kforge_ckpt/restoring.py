@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,11 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from kforge_ckpt import state
-from kforge_ckpt.commit import Contents
+from kforge_ckpt.commit import Contents, logger
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
 from kforge_ckpt.files import Place
 from kforge_ckpt.fitting import Fit
-from kforge_ckpt.optimizer import state_like_saved
+from kforge_ckpt.modules import keys_without_tensors
+from kforge_ckpt.optimizer import check_groups, state_like_saved
 from kforge_ckpt.ranks import Ranks, plain_errors
 from kforge_ckpt.rng import RngState
 from kforge_ckpt.safetensors import Spec, TensorFile, TensorFiles, dtype_name
@@ -170,7 +171,7 @@ def load_tensors(
 
 
 class Plan:
-    """What of a checkpoint goes where. Nothing of the caller's is changed before `fill`.
+    """What of a checkpoint goes where. Nothing of the caller's is changed before `handed_first` and `fill`.
 
     The one exception are torch optimizers without state: ``stack`` takes them back if the restore fails.
     """
@@ -181,7 +182,9 @@ class Plan:
         self.states = named(states)
         self.targets: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        for name, obj in states.items():
+        self.present: dict[str, state.Parts] = {}
+        """What each object holds now."""
+        for name, obj in self.states.items():
             if name not in saved.tree:
                 held = ", ".join(map(repr, saved.tree))
                 raise StateMismatchError(f"no state was saved under the name {name!r}; there are {held}")
@@ -189,10 +192,11 @@ class Plan:
             if numbers is not None and isinstance(obj, torch.optim.Optimizer):
                 stack.enter_context(state_like_saved(obj, numbers, name))
             self.targets[name] = obj.state_dict()
-            self.tensors.update(state.take_apart(name, self.targets[name]).tensors)
+            self.present[name] = state.take_apart(name, self.targets[name])
+            self.tensors.update(self.present[name].tensors)
         asked = {tensor for name in states for tensor in saved.tensors_of(name)}
         self.stored = fit.renamed(saved.index, asked)
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if fit.wants(name)}
+        self.tensors = {name: _writable(tensor, name) for name, tensor in self.tensors.items() if fit.wants(name)}
         self.wanted = {name: (dtype_name(t.dtype, name), tuple(t.shape)) for name, t in self.tensors.items()}
         laid = {
             name: fit.laid(stored, self.wanted[name]) for name, stored in self.stored.items() if name in self.wanted
@@ -207,34 +211,98 @@ class Plan:
         wanted = self.wanted
         specs: dict[str, state.Spec] = {name: (stored.dtype, stored.shape) for name, stored in self.stored.items()}
         # A stage of a pipeline wants only its layers: too many are those that nobody wants.
-        unclaimed = self.unclaimed = set.intersection(*ranks.gather(specs.keys() - wanted.keys()))
+        lacking, beyond = self._keys_of_modules()
+        gathered = ranks.gather((specs.keys() - wanted.keys(), beyond))
+        unclaimed = self.unclaimed = set.intersection(*(names for names, _ in gathered))
+        nobodys = set.intersection(*(keys for _, keys in gathered))
         if self.fit.partial:
             wanted, unclaimed = {name: spec for name, spec in wanted.items() if name in specs}, set()
         specs |= {name: wanted[name] for name in self.laid}
 
         def compared() -> None:
-            text = state.difference(specs, wanted, unclaimed)
+            text = state.difference(specs, wanted, unclaimed, lacking, nobodys)
             if text is not None:
                 raise StateMismatchError(f"its tensors do not fit those to be restored: {text}. Nothing was changed")
 
         ranks.all(what, compared)
 
+    def _keys_of_modules(self) -> tuple[set[str], set[str]]:
+        """What modules hold beside tensors: what is not in the checkpoint, and what is only there."""
+        lacking: set[str] = set()
+        beyond: set[str] = set()
+        for name, parts in self.present.items() if self.fit.strict else ():
+            here = keys_without_tensors(self.states[name], parts.tree)
+            there = keys_without_tensors(self.states[name], self.saved.tree[name])
+            if here is not None and there is not None:
+                lacking |= {f"{name}.{key}" for key in here - there}
+                beyond |= {f"{name}.{key}" for key in there - here}
+        return lacking, beyond
+
     def ready(self, ranks: Ranks) -> dict[str, Any]:
-        """What each ``load_state_dict`` will be given: the saved nesting around the live tensors, not yet filled. In a
-        fit none is called: only tensors change."""
+        """What each ``load_state_dict`` will be given: the saved nesting around the live tensors, not yet filled; each
+        object that can say beforehand that it does not take it is asked. In a fit none is called: only tensors
+        change."""
         self.reader.check(self.stored, ranks.rank, ranks.world)
         if not self.fit.strict:
             return {}
+        _, beyond = self._keys_of_modules()
+        given = {}
         try:
-            return {
-                name: state.put_together(self.saved.tree[name], target, self.tensors, self.saved.per_rank)
-                for name, target in self.targets.items()
-            }
+            for name, target in self.targets.items():
+                given[name] = state.put_together(self.saved.tree[name], target, self.tensors, self.saved.per_rank)
+                for key in [key for key in given[name] if f"{name}.{key}" in beyond]:
+                    del given[name][key]  # another stage's
         except CheckpointError:
             raise
         except _WRONG as error:
             path = self.saved.folder / STATE
             raise DamagedCheckpointError(f"{path} is not what is written there: {error!r}") from error
+        for name, obj in self.states.items():
+            if isinstance(obj, torch.optim.Optimizer):
+                check_groups(obj, given[name], name)
+            if (check := getattr(obj, "check_state_dict", None)) is not None:
+                check(given[name])
+        return given
+
+    @contextmanager
+    def handed_first(self, ranks: Ranks, what: str, ready: dict[str, Any]) -> Iterator[None]:
+        """Objects without tensors are given what is ``ready`` for them, before any tensor is filled: only they know
+        whether they take it. If one does not, on whatever rank, or if the block raises, all of them are given back
+        what they had."""
+        names = [name for name in ready if self._is_light(name)]
+        begun: list[str] = []
+
+        def hand() -> None:
+            for name in names:
+                begun.append(name)
+                self.states[name].load_state_dict(ready[name])
+
+        try:
+            ranks.all(what, hand)
+            yield
+        except Exception:
+            self._put_back(ranks, begun)
+            raise
+        for name in names:
+            del ready[name]
+
+    def _is_light(self, name: str) -> bool:
+        parts = self.present[name]
+        return not parts.tensors and not any(own.tensors for own in parts.per_rank.values())
+
+    def _put_back(self, ranks: Ranks, names: list[str]) -> None:
+        """Collective. An object takes the PerRank values of all ranks, as from a checkpoint."""
+        light = [parts.per_rank for name, parts in self.present.items() if self._is_light(name)]
+        everyone = ranks.gather({path: own.tree for per_rank in light for path, own in per_rank.items()})
+
+        def leaf(kind: str, path: str) -> Any:
+            return [state.decode(trees[path]) if path in trees else None for trees in everyone]
+
+        for name in names:
+            try:
+                self.states[name].load_state_dict(state.decode(self.present[name].tree, leaf))
+            except Exception as error:
+                logger.error("%s is not what it was before the restore: %s: %s", name, type(error).__name__, error)
 
     def fill(self, ranks: Ranks, what: str) -> None:
         """Read the tensors, each rank its part of them in its own layout."""
@@ -248,9 +316,18 @@ class Plan:
             )
 
     def hand_over(self, ready: dict[str, Any]) -> None:
-        """Call each ``load_state_dict``; random streams come last, so that no other draws from them."""
+        """Call each ``load_state_dict`` that is left; random streams come last, so that no other draws from them."""
         for name in sorted(ready, key=lambda name: isinstance(self.states[name], RngState)):
             self.states[name].load_state_dict(ready[name])
+
+
+def _writable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor itself, or StateMismatchError for one that cannot be filled in place."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise StateMismatchError(f"{name} was made in inference mode and cannot be filled; use its .clone()")
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise StateMismatchError(f"{name} has elements that share memory and cannot be filled; use its .contiguous()")
+    return tensor
 
 
 def _numbered_states(obj: Stateful, node: Json) -> set[int] | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from kforge_ckpt.errors import StateMismatchError
 from kforge_ckpt.state import PerRank
 
 
@@ -36,6 +38,32 @@ class RngState:
         if torch.cuda.is_available():
             streams["cuda"] = torch.cuda.get_rng_state(self._cuda())
         return {"streams": PerRank(streams)}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """StateMismatchError, and nothing is changed, for streams that cannot be taken up."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        saved = state.get("streams")
+        if not isinstance(saved, list) or not saved:
+            raise StateMismatchError("the checkpoint holds no streams of ranks; was it an RngState that was saved?")
+        whose = rank if rank < len(saved) else 0
+        streams = saved[whose]
+        if not isinstance(streams, dict) or not {"python", "torch"} <= streams.keys():
+            raise StateMismatchError(f"the checkpoint holds no streams of rank {whose}; restore without the RngState")
+        takes: dict[str, Callable[[Any], Any]] = {
+            "python": random.Random().setstate,
+            "torch": torch.Generator().set_state,
+            "numpy": lambda value: _set_numpy_state(value, trial=True),
+        }
+        if torch.cuda.is_available():
+            takes["cuda"] = torch.Generator(self._cuda()).set_state
+        for kind in takes.keys() & streams.keys():
+            try:
+                takes[kind](streams[kind])
+            except Exception as error:
+                raise StateMismatchError(
+                    f"the saved {kind} stream of rank {whose} cannot be taken up ({type(error).__name__}: {error}); "
+                    "restore without the RngState, or with the versions that meta.json names"
+                ) from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the streams saved by this rank, or derived ones. ``state["streams"]`` is the list over ranks."""
@@ -82,8 +110,10 @@ def _numpy_state() -> dict[str, Any]:
     return {**state, "state": {"key": key, "pos": state["state"]["pos"]}}
 
 
-def _set_numpy_state(state: dict[str, Any]) -> None:
+def _set_numpy_state(state: dict[str, Any], *, trial: bool = False) -> None:
+    """trial: of a generator that nobody uses."""
     import numpy
 
     key = state["state"]["key"].numpy().astype("uint32")
-    numpy.random.set_state({**state, "state": {"key": key, "pos": state["state"]["pos"]}})
+    into = numpy.random.RandomState() if trial else numpy.random
+    into.set_state({**state, "state": {"key": key, "pos": state["state"]["pos"]}})

@@ -18,6 +18,7 @@ from kforge_ckpt._version import __version__
 from kforge_ckpt.background import at_once
 from kforge_ckpt.errors import CheckpointError, UnsupportedStateError
 from kforge_ckpt.files import FileRecord, Place, write_json
+from kforge_ckpt.modules import plain
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.remote import RemotePath
 from kforge_ckpt.safetensors import Spec, dtype_name, file_order, write_tensors
@@ -42,7 +43,8 @@ class Collected:
 
 
 def named(states: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
-    """The states themselves, or UnsupportedStateError for a name or an object that cannot be one."""
+    """The states, modules without what wraps them; or UnsupportedStateError for a name or an object that cannot be
+    one."""
     for name, obj in states.items():
         if not isinstance(name, str) or not name or name.startswith("$"):
             raise UnsupportedStateError(
@@ -50,7 +52,7 @@ def named(states: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
             )
         if not isinstance(obj, Stateful):
             raise UnsupportedStateError(f"{name} is a {type(obj).__name__}, without state_dict() and load_state_dict()")
-    return states
+    return {name: plain(name, obj) for name, obj in states.items()}
 
 
 def collect(states: Mapping[str, Stateful], meta: dict[str, Any] | None) -> Collected:

@@ -42,6 +42,9 @@ class Stateful(Protocol):
     save or a restore is looked at, and left when all is copied, written or handed over. An optimizer whose averages are
     what readers should find puts them into its model there. It may yield False when no tensor changes by leaving it: a
     save in the background then need not wait for its copy.
+
+    And it may have ``check_state_dict(state_dict)``: called before anything is changed, with what ``load_state_dict``
+    will be given (its tensors are not filled yet); it raises for what the object would not take.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -311,15 +314,22 @@ Spec = tuple[str, tuple[int, ...]]
 """The dtype (by its name in the format) and the whole shape of a tensor."""
 
 
-def difference(saved: dict[str, Spec], wanted: dict[str, Spec], unclaimed: Iterable[str]) -> str | None:
+def difference(
+    saved: dict[str, Spec],
+    wanted: dict[str, Spec],
+    unclaimed: Iterable[str],
+    lacking: Iterable[str] = (),
+    beyond: Iterable[str] = (),
+) -> str | None:
     """What keeps the ``saved`` tensors from filling the ``wanted`` ones, in words; None when they fit.
 
-    ``unclaimed`` are the saved ones that no rank wants.
+    ``unclaimed`` are the saved ones that no rank wants. ``lacking`` and ``beyond``: what the checkpoint lacks, and has
+    too many, of values that are no tensors.
     """
     both = [key for key in wanted if key in saved]
     lines = [
-        *_listed("not in the checkpoint", [key for key in wanted if key not in saved]),
-        *_listed("only in the checkpoint", sorted(unclaimed)),
+        *_listed("not in the checkpoint", [*(key for key in wanted if key not in saved), *sorted(lacking)]),
+        *_listed("only in the checkpoint", sorted({*unclaimed, *beyond})),
     ]
     for what, i in (("dtype", 0), ("shape", 1)):
         differing = [f"{k} (saved {saved[k][i]}, here {wanted[k][i]})" for k in both if saved[k][i] != wanted[k][i]]
