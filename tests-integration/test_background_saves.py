@@ -54,4 +54,5 @@ def test_a_save_that_fails_ends_the_run_after_another_try(tokens, tmp_path, worl
     assert code == 1 and all(other == first for other in others)
     assert 6 <= last < 12, "the run goes on no further than the next save"
     assert steps == ([3, last] if last > 6 else [3, 6])  # not step 6 where another could be written
+    assert set(values(tmp_path, "background", "checkpoint").values()) == {True}  # not told of as saved before it is
     assert run_ranks(train, world, job(tokens, tmp_path, train__steps=last + 1), init=False) == [0] * world

@@ -7,7 +7,7 @@ start       config, versions, world; written by every process that starts the ru
 resume      step: the checkpoint that was loaded; everything later that was written before is void
 step        loss, grad_norm, lr, tokens_per_s, step_s, mfu, mfu_palm, tokens_total, skipped, peak_memory_bytes
 eval        loss (nats a token), bits_per_byte, perplexity, tokens
-checkpoint  seconds
+checkpoint  seconds; background: it is still being written
 skip        reason, ranks: a step that changed no weight
 stop, end   how the run ended
 ==========  ==================================================================================================

@@ -223,7 +223,8 @@ def _happenings(events: list[Event]) -> str:
     if saves:
         seconds = [e.values["seconds"] for e in saves if isinstance(e.values.get("seconds"), int | float)]
         took = f", {statistics.median(seconds):.2f} s each (median)" if seconds else ""
-        said = f"{len(saves)} saved{took}"
+        done = "taken" if any(event.values.get("background") for event in saves) else "saved"
+        said = f"{len(saves)} {done}{took}"
         rows.append(
             [f"{saves[-1].step:,}", time.strftime("%H:%M:%S", time.localtime(saves[-1].time)), "checkpoint", said]
         )

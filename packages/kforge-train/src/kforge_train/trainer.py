@@ -195,7 +195,8 @@ class Trainer:
             job.checkpointer.save(self.next_step, self.state, meta=meta, temporary=temporary)
             seconds = time.monotonic() - start
         self.saved_step, self.saved_at = self.next_step, time.monotonic()
-        job.tracker.event("checkpoint", self.next_step, {"seconds": seconds})
+        values = {"seconds": seconds, "background": job.checkpointer.mode == "async"}
+        job.tracker.event("checkpoint", self.next_step, values)
 
     def settle_save(self) -> None:
         """Wait for the save in the background. One that failed is told of, and ends the run after another try."""

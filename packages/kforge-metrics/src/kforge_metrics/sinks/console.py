@@ -137,7 +137,10 @@ def _say_eval(event: Event, total_steps: int) -> str:
 
 def _say_checkpoint(event: Event, total_steps: int) -> str:
     seconds = event.values.get("seconds")
-    return "checkpoint saved" + ("" if seconds is None else f" in {seconds:.1f} s")
+    background = bool(event.values.get("background"))
+    said = "checkpoint taken" if background else "checkpoint saved"
+    took = "" if seconds is None else f" in {seconds:.1f} s"
+    return said + took + (", being written in the background" if background else "")
 
 
 def _say_resume(event: Event, total_steps: int) -> str:
