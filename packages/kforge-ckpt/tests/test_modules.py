@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -158,3 +159,23 @@ def nested(model: nn.Sequential) -> nn.Module:
 def test_models_in_ddp_too(tmp_path: Path) -> None:
     for same in run_ranks(in_ddp, 2, tmp_path):
         assert same == [True] * 12
+
+
+def in_fsdp1(rank: int, world: int, folder: Path) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    right = {f"model.{name}": value.clone() for name, value in model.state_dict().items()}
+    model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"))
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    Checkpointer(folder).save(1, {"model": wrapped})
+    saved = tools.open_checkpoint(folder)
+    found = {}
+    for file in saved.folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found.keys() == right.keys() and all(found[name].equal(value) for name, value in right.items())
+
+
+def test_a_model_in_fsdp1_gives_its_own_state(tmp_path: Path) -> None:
+    assert run_ranks(in_fsdp1, 2, tmp_path) == [True, True]

@@ -12,8 +12,9 @@ from kforge_ckpt import state
 from kforge_ckpt.errors import UnsupportedStateError
 from kforge_ckpt.state import Json, Stateful
 
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What torch calls the one child of a compiled module, and of other wrappers that compute the same."""
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""What torch calls the one child of a compiled module, and of a recomputed one. Not FSDP1's: what such a model holds is
+known to its own state_dict() alone, which names it plainly."""
 
 
 def plain(name: str, obj: Stateful) -> Stateful:
