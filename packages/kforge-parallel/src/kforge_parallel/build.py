@@ -221,8 +221,7 @@ def _choose_recompute(
 def check_model(model: nn.Module, config: ParallelConfig, axes: Mapping[str, int]) -> None:
     """Raise ValueError for what `parallelize` would refuse of a model because of what it is: a model without stages, a
     plan, attention cores or experts, where ``axes`` (of `check_layout`) ask for them, and selective recomputation of
-    compiled blocks with experts. The model may be on meta and is
-    not changed; there need be no process group."""
+    compiled blocks with experts. The model may be on meta and is not changed; there need be no process group."""
     blocks = find_blocks(model)
     _several_graphs(blocks, config, axes["cp"])
     if axes["pp"] > 1:
