@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,14 @@ def test_locks_of_one_process_are_counted(tmp_path: Path) -> None:
     process = other(tmp_path)
     process.communicate("")
     assert process.returncode == 0
+
+
+def test_a_folder_that_knows_no_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(handle: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("kforge_ckpt.lock._lock", none)
+    FolderLock(tmp_path).release()
+    assert f"{tmp_path} cannot be locked" in caplog.text

@@ -15,6 +15,8 @@ from stateful import Box
 
 from kforge_ckpt import Checkpointer, CheckpointError, CkptConfig, commit, files, retrying
 from kforge_ckpt.files import entries, place
+from kforge_ckpt.mirror import Mirror
+from kforge_ckpt.retention import Retention, read_scores
 from kforge_ckpt.retrying import Patience
 from kforge_testing import RankFailure, run_ranks
 
@@ -181,3 +183,35 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         CkptConfig(dir="s3://a", remote="s3://b")
     with pytest.raises(ValueError, match=r"ckpt\.writer = 'process' is for a folder"):
         CkptConfig(dir="s3://a", writer="process")
+
+
+def test_a_bare_node_forgets_no_score_of_the_copies(s3: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does one whose scores are damaged: the best copy stays, and good scores are not replaced by bad ones."""
+    url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
+
+    def save(step: int, loss: float) -> list[int]:
+        ckpt = Checkpointer(folder, remote=url, keep_last=1, keep_best=1)
+        ckpt.score(step, loss=loss)
+        ckpt.save(step, {"box": box(step)})
+        ckpt.close()
+        return list(commit.committed(place(url)))
+
+    assert [save(1, 1.0), save(2, 2.0)][-1] == [1, 2]
+    shutil.rmtree(folder)
+    assert [save(3, 3.0), save(4, 4.0)][-1] == [1, 4]
+    assert read_scores(place(url)) == {step: {"loss": float(step)} for step in (1, 2, 3, 4)}
+    (folder / "scores.json").write_text("{")
+    assert save(5, 5.0)[0] == 1 and "does not hold scores" in caplog.text
+    assert (read_scores(place(url)) or {})[1] == {"loss": 1.0}
+    (place(url) / "scores.json").write_bytes(b"{")
+    assert save(6, 6.0)[0] == 1
+
+
+def test_damaged_scores_of_a_folder_keep_all_copies(s3: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
+    save(folder, url, 1, 2, keep_last=2)
+    (folder / "scores.json").write_text("{")
+    mirror = Mirror(folder, place(url), Retention(last=1, best=1), lambda *_, **__: None)
+    Checkpointer(folder, keep_last=3).save(3, {"box": box(3)})
+    mirror.close()
+    assert list(commit.committed(place(url))) == [1, 2, 3] and "no copy in" in caplog.text

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stateful import Box
 
+from kforge_ckpt import Checkpointer, DamagedCheckpointError
 from kforge_ckpt.retention import Retention, read_scores, write_scores
 
 
@@ -26,6 +28,7 @@ from kforge_ckpt.retention import Retention, read_scores, write_scores
         ({"last": 1, "best": 2}, {"scores": {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan")}}, [20, 30, 90]),
         ({"last": 1, "best": 2, "highest": True}, {"scores": {10: 3.0, 20: 1.0, 30: 2.0}}, [10, 30, 90]),
         ({"last": 1, "best": 1}, {"scores": {10: 1.0, 20: 1.0, 95: 0.0}}, [20, 90]),
+        ({"last": 1, "best": 1}, {"scores": {10: None, 20: 1.0, 30: 2.0}}, [10, 20, 90]),
         ({"last": 1, "best": 1, "metric": "accuracy"}, {"scores": {10: 1.0}}, [90]),
         ({"last": 1}, {"protect": [50]}, [50, 90]),
     ],
@@ -33,7 +36,7 @@ from kforge_ckpt.retention import Retention, read_scores, write_scores
 def test_each_rule(rules: dict[str, Any], more: dict[str, Any], kept: list[int]) -> None:
     steps = range(0, 100, 10)
     if "scores" in more:
-        more = {"scores": {step: {"loss": value} for step, value in more["scores"].items()}}
+        more = {"scores": {step: None if value is None else {"loss": value} for step, value in more["scores"].items()}}
     gone = Retention(**rules).expendable(steps, **more)
     assert [step for step in steps if step not in gone] == kept
 
@@ -91,6 +94,73 @@ def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:
     scores = {10: {"loss": 2.5, "accuracy": 0.5}, 200: {"loss": float("inf")}}
     write_scores(tmp_path / "new", scores)
     assert read_scores(tmp_path / "new") == scores
-    for damaged in ("{", "[]", '{"a": 1}', '{"1": {"loss": "x"}}'):
-        (tmp_path / "scores.json").write_text(damaged)
-        assert read_scores(tmp_path) == {}
+    write_scores(tmp_path / "new", {5: None, **scores})
+    assert read_scores(tmp_path / "new") == {5: None, **scores}
+
+
+@pytest.mark.parametrize("damaged", ["{", "", "[]", '{"a": 1}', '{"1": {"loss": "x"}}', "[" * 100_000], ids=len)
+def test_damaged_scores_are_not_no_scores(tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "scores.json").write_text(damaged)
+    with pytest.raises(DamagedCheckpointError, match=r"scores\.json does not hold scores"):
+        read_scores(tmp_path)
+
+
+@pytest.mark.parametrize("then", ["save", "score"])
+def test_damaged_scores_delete_nothing(tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also not after a restart, nor when others are better. What is new, or scored anew, goes by the rules."""
+
+    def run() -> Checkpointer:
+        return Checkpointer(tmp_path, keep_last=1, keep_best=1)
+
+    def save(ckpt: Checkpointer, step: int, loss: float) -> list[int]:
+        ckpt.score(step, loss=loss)
+        ckpt.save(step, {"box": Box(step=step)})
+        ckpt.close()
+        return ckpt.steps()
+
+    assert [save(run(), step, loss) for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0))][-1] == [1, 3]
+    (tmp_path / "scores.json").write_bytes(b"\x00\x00")
+    if then == "save":
+        ckpt = run()
+        ckpt.save(4, {"box": Box(step=4)})
+        ckpt.close()
+        assert ckpt.steps() == [1, 3, 4]
+        assert read_scores(tmp_path) == {1: None, 3: None, 4: None}
+        lost = [1, 3, 4]
+    else:
+        run().score(3, loss=3.0)
+        assert read_scores(tmp_path) == {1: None, 3: {"loss": 3.0}}
+        lost = [1, 3]
+    assert "does not hold scores" in caplog.text and f"those of steps {str(lost)[1:-1]} are kept" in caplog.text
+    (aside,) = tmp_path.glob("scores.json.damaged-*")
+    assert aside.read_bytes() == b"\x00\x00"
+    caplog.clear()
+    assert save(run(), 5, 0.5)[0] == 1 and save(run(), 6, 0.7)[0] == 1
+    ckpt = run()
+    for step in lost:
+        ckpt.score(step, loss=9.0)
+    assert save(ckpt, 7, 0.9) == [5, 7] and not caplog.text
+
+
+def test_scores_that_cannot_be_read_delete_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = Checkpointer(tmp_path, keep_last=1, keep_best=1)
+    ckpt.save(1, {"box": Box()})
+    ckpt.score(1, loss=1.0)
+    read = Path.read_bytes
+
+    def denied(path: Path) -> bytes:
+        if path.name == "scores.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    for step in (2, 3):
+        ckpt.save(step, {"box": Box()})
+        ckpt.wait()
+    assert ckpt.steps() == [1, 2, 3] and "cannot be read" in caplog.text
+    monkeypatch.undo()
+    ckpt.save(4, {"box": Box()})
+    ckpt.wait()
+    assert ckpt.steps() == [1, 4] and read_scores(tmp_path) == {1: {"loss": 1.0}}

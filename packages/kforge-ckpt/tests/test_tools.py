@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kforge_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, PerRank, StateMismatchError, tools
+from kforge_ckpt.cli import main
 from kforge_testing import run_ranks
 
 KINDS = {"i": torch.int64, "u": torch.uint64}
@@ -193,3 +194,15 @@ def test_averages_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(error, match=words):
             tools.average(arguments, tmp_path / "out", **more)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_listing_tells_of_scores_that_are_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Checkpointer(tmp_path).save(1, {"box": Box()})
+    (tmp_path / "scores.json").write_text("{")
+    (row,) = tools.listing(tmp_path)
+    assert row.scores == {} and "scores.json does not hold scores" in caplog.text
+    (tmp_path / "scores.json").write_text('{"1": null}')
+    assert tools.listing(tmp_path)[0].scores is None
+    assert main(["ls", str(tmp_path)]) == 0 and "score lost" in capsys.readouterr().out

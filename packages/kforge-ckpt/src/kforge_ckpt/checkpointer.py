@@ -26,7 +26,7 @@ from kforge_ckpt.mirror import Mirror
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.remote import is_url
 from kforge_ckpt.restoring import Plan, Saved, read_meta
-from kforge_ckpt.retention import Retention, read_scores, write_scores
+from kforge_ckpt.retention import Retention, mended_scores, write_scores
 from kforge_ckpt.safetensors import header_of, write_tensors
 from kforge_ckpt.saving import Agreement, Collected, WriteTensors, collect, write, write_shared
 from kforge_ckpt.staging import HostMemory, Staging, room_for
@@ -258,8 +258,8 @@ class Checkpointer:
         """Tell how good the checkpoint of a step is, for `Retention.best`: metrics by name. On rank 0 alone; others do
         nothing. Kept beside the checkpoints, for whoever goes on with them."""
         if self._ranks().rank == 0:
-            scores = read_scores(self.dir)
-            scores[step] = {**scores.get(step, {}), **{name: float(value) for name, value in values.items()}}
+            scores = mended_scores(self.dir, commit.committed(self.dir))
+            scores[step] = {**(scores.get(step) or {}), **{name: float(value) for name, value in values.items()}}
             write_scores(self.dir, scores)
 
     def staged(self) -> None:
@@ -369,7 +369,7 @@ class Checkpointer:
     def _put_aside(self, found: dict[int, Place], saved: int) -> list[tuple[int, Place]]:
         """Take what no rule keeps away from readers; `_delete` does the rest."""
         temporary = [step for step, folder in found.items() if commit.is_temporary(folder)]
-        scores = read_scores(self.dir) if self.keep.best else None
+        scores = mended_scores(self.dir, found) if self.keep.best else None
         waiting = set() if self._mirror is None else self._mirror.waiting(found)
         old = self.keep.expendable(found, temporary=temporary, scores=scores, protect={saved, *waiting})
         return [(step, commit.put_aside(self.dir, found[step])) for step in old]

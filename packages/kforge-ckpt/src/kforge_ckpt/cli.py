@@ -127,7 +127,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"{arguments.folder} holds no committed checkpoint")
     print(f"{'step':>10}  {'size':>10}  {'ranks':>5}  {'saved':20}  notes")
     for row in rows:
-        notes = [f"{name} {value:g}" for name, value in row.scores.items()]
+        notes = ["score lost"] if row.scores is None else [f"{name} {value:g}" for name, value in row.scores.items()]
         notes += ["temporary"] if row.temporary else []
         notes += [f"DAMAGED: {row.fault}"] if row.fault else []
         print(

@@ -9,6 +9,7 @@ from kforge_ckpt import lease
 from kforge_ckpt.errors import CheckpointError
 from kforge_ckpt.files import Place
 from kforge_ckpt.remote import RemotePath
+from kforge_ckpt.retrying import logger
 
 _held: dict[tuple[int, int], tuple[int, int]] = {}
 """(device, inode) of a folder -> its file descriptor, and how many locks of this process are on it."""
@@ -41,8 +42,13 @@ class FolderLock:
                 raise CheckpointError(
                     f"another process saves into {root}; wait for it, stop it, or choose another folder"
                 ) from None
-            except OSError:  # NFS, say, locks no folders
-                pass
+            except OSError as error:  # NFS, say, locks no folders
+                logger.warning(
+                    "%s cannot be locked (%s): nothing keeps a second run from saving there; take care that there is "
+                    "none",
+                    root,
+                    error,
+                )
         _held[self._key] = (handle, count + 1)
 
     def __enter__(self) -> FolderLock:

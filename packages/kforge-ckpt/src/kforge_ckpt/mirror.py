@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kforge_ckpt import commit
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
-from kforge_ckpt.files import Block, Place, entries, replace_file, write_file
+from kforge_ckpt.files import Block, Place, entries, write_file
 from kforge_ckpt.lease import Lease
 from kforge_ckpt.lock import FolderLock, lock
 from kforge_ckpt.remote import RemotePath
-from kforge_ckpt.retention import SCORES, Retention, read_scores
+from kforge_ckpt.retention import SCORES, Retention, Scores, mended_scores, read_scores, write_scores
 
 BLOCK_BYTES = 2**24
 
@@ -137,14 +137,27 @@ class Mirror:
         return min(here.keys() - self._settled, default=None)
 
     def _old(self, steps: Iterable[int], passing: list[int], protect: list[int]) -> list[int]:
-        scores = read_scores(self.root) if self.keep.best else None
+        scores = self._scores() if self.keep.best else {}
+        if scores is None:
+            return []
         return self.keep.expendable(steps, temporary=passing, scores=scores, protect=protect)
+
+    def _scores(self) -> Scores | None:
+        """The scores of here, and of steps that this host has not (it was bare, say) those of there. None, told of,
+        where those of here are damaged: then no copy is deleted, nor are scores copied."""
+        there = mended_scores(self.target, commit.committed(self.target))
+        try:
+            here = read_scores(self.root)
+        except DamagedCheckpointError as error:
+            commit.logger.error("%s; no copy in %s is deleted", error, self.target)
+            return None
+        return there | {step: values for step, values in here.items() if values is not None or step not in there}
 
     def _tidy(self, step: int) -> None:
         there = commit.committed(self.target)
         commit.point_latest(self.target, there[max(there)])
-        if SCORES in entries(self.root):
-            replace_file(self.target / SCORES, (self.root / SCORES).read_bytes())
+        if SCORES in entries(self.root) and (scores := self._scores()) is not None:
+            write_scores(self.target, scores)
         passing = [step for step, folder in there.items() if commit.is_temporary(folder)]
         for old in self._old(there, passing, [step]):
             commit.remove(commit.put_aside(self.target, there[old]))

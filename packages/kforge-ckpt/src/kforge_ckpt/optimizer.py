@@ -104,9 +104,8 @@ def _compare_groups(here: list[dict[str, Any]], saved: Any, name: str) -> None:
                 "make the same groups"
             )
     order, order_then = ([name for group in groups for name in _names(group)] for groups in (here, saved))
-    if sorted(order) == sorted(
-        order_then
-    ):  # other names may be those of a model that was renamed: torch goes by the order
+    # Other names may be those of a model that was renamed: torch goes by the order alone.
+    if sorted(order) == sorted(order_then):
         for our, their in zip(order, order_then, strict=True):
             if our != their:
                 raise StateMismatchError(

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
 from kforge_ckpt.files import Place, replace_file
+from kforge_ckpt.retrying import logger
 
 SCORES = "scores.json"
-"""Beside the checkpoints: step -> metric -> value."""
+"""Beside the checkpoints: step -> metric -> value; null in their place for a step whose scores were lost."""
+
+Scores = dict[int, dict[str, float] | None]
+"""Step -> metric -> value, or None for a step whose scores were lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +53,14 @@ class Retention:
         steps: Iterable[int],
         *,
         temporary: Iterable[int] = (),
-        scores: Mapping[int, Mapping[str, float]] | None = None,
+        scores: Mapping[int, Mapping[str, float] | None] | None = None,
         protect: Iterable[int] = (),
     ) -> list[int]:
         """Of the ``steps`` that are there, those that may be deleted, ascending.
 
         temporary: steps of them that are of use until there is a higher one, unless a rule keeps them.
-        scores: step -> metric -> value, for the best ones; of equal ones the later. protect: kept whatever the rules.
+        scores: step -> metric -> value, for the best ones; of equal ones the later, and those
+            whose scores were lost, which may be among the best. protect: kept whatever the rules.
         """
         ordered = sorted(set(steps))
         passing = set(temporary)
@@ -70,22 +77,53 @@ class Retention:
         times = step // self.doubling_from
         return times > 0 and times & (times - 1) == 0
 
-    def _best(self, ordered: list[int], scores: Mapping[int, Mapping[str, float]]) -> list[int]:
-        scored = [(scores[step][self.metric], step) for step in ordered if self.metric in scores.get(step, {})]
-        known = [(value if self.highest else -value, step) for value, step in scored if not math.isnan(value)]
-        return [step for _, step in sorted(known)[-self.best :]]
+    def _best(self, ordered: list[int], scores: Mapping[int, Mapping[str, float] | None]) -> list[int]:
+        lost = [step for step in ordered if scores.get(step, {}) is None]
+        told = [(values[self.metric], step) for step in ordered if self.metric in (values := scores.get(step) or {})]
+        known = [(value if self.highest else -value, step) for value, step in told if not math.isnan(value)]
+        return [*lost, *(step for _, step in sorted(known)[-self.best :])]
 
 
-def read_scores(root: Place) -> dict[int, dict[str, float]]:
-    """The scores of a folder of checkpoints; none where there is no file, or one that is not ours."""
+def read_scores(root: Place) -> Scores:
+    """The scores of a folder of checkpoints; none where there is no file. Raises DamagedCheckpointError for a file that
+    is not ours: it says nothing about which are the best. CheckpointError for one that cannot be read."""
+    path = root / SCORES
     try:
-        content = json.loads((root / SCORES).read_bytes())
-        return {int(step): {str(k): float(v) for k, v in values.items()} for step, values in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return {}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        return {
+            int(step): None if values is None else {str(k): float(v) for k, v in values.items()}
+            for step, values in json.loads(data).items()
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} does not hold scores: {error!r}") from error
 
 
-def write_scores(root: Place, scores: Mapping[int, Mapping[str, float]]) -> None:
+def mended_scores(root: Place, steps: Iterable[int]) -> Scores:
+    """As `read_scores`; of a damaged file it is told, and it is put by. Then the scores of all ``steps``, those that
+    are committed, count as lost, on the disk too, so that none of them is deleted for its score."""
+    try:
+        return read_scores(root)
+    except DamagedCheckpointError as error:
+        aside = root / f"{SCORES}.damaged-{secrets.token_hex(4)}"
+        replace_file(aside, (root / SCORES).read_bytes())
+        lost: Scores = dict.fromkeys(sorted(steps))
+        write_scores(root, lost)
+        logger.error(
+            "%s. It is now %s. Which checkpoints are the best is not known: those of steps %s are kept until they are "
+            "scored again, or deleted with kforge-ckpt rm",
+            error,
+            aside,
+            ", ".join(map(str, lost)) or "(none)",
+        )
+        return lost
+
+
+def write_scores(root: Place, scores: Mapping[int, Mapping[str, float] | None]) -> None:
     """Replace the file of scores, at once."""
-    text = json.dumps({str(step): dict(scores[step]) for step in sorted(scores)}, indent=1) + "\n"
-    replace_file(root / SCORES, text.encode())
+    content = {str(step): None if (values := scores[step]) is None else dict(values) for step in sorted(scores)}
+    replace_file(root / SCORES, (json.dumps(content, indent=1) + "\n").encode())

@@ -19,7 +19,7 @@ from kforge_ckpt.lock import lock
 from kforge_ckpt.mirror import copy_into
 from kforge_ckpt.remote import RemotePath, is_url
 from kforge_ckpt.restoring import Saved, TensorSource
-from kforge_ckpt.retention import read_scores
+from kforge_ckpt.retention import Scores, read_scores
 from kforge_ckpt.retrying import redacted
 from kforge_ckpt.safetensors import DTYPES, Spec, dtype_name, file_order, flat_bytes, write_tensors
 from kforge_ckpt.saving import META, write_shared
@@ -60,7 +60,8 @@ def _list(steps: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a listing. ``fault``: what keeps it from being opened, or None."""
+    """A line of a listing. ``fault``: what keeps it from being opened, or None. ``scores``: None where they were
+    lost."""
 
     step: int
     folder: Place
@@ -68,13 +69,17 @@ class Row:
     saved_at: str
     world: int
     temporary: bool
-    scores: dict[str, float]
+    scores: dict[str, float] | None
     fault: str | None
 
 
 def listing(root: Place) -> list[Row]:
-    """The committed checkpoints of a folder, by step."""
-    scores = read_scores(root)
+    """The committed checkpoints of a folder, by step. Damaged scores are told of in the log."""
+    scores: Scores = {}
+    try:
+        scores = read_scores(root)
+    except CheckpointError as error:
+        commit.logger.error("%s", error)
     rows = []
     for step, folder in commit.committed(root).items():
         nbytes, saved_at, world, fault = 0, "", 0, None
