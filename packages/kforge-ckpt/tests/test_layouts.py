@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -256,3 +257,15 @@ def test_disks_of_single_hosts_are_refused_and_the_way_out_is_told(tmp_path: Pat
 
 def test_with_and_without_a_process_group(tmp_path: Path) -> None:
     assert run_ranks(own_group, 2, str(tmp_path)) == [(0, 1), (0, 1)]
+
+
+def on_two_hosts(rank: int, world: int, folder: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: f"node{rank // 2}")
+        Checkpointer(folder).save(1, {"box": Box(n=1)})
+    return json.loads((Path(folder) / "step_00000001" / "meta.json").read_text())
+
+
+def test_ranks_and_hosts_are_noted(tmp_path: Path) -> None:
+    about = run_ranks(on_two_hosts, 3, str(tmp_path))[0]
+    assert (about["world_size"], about["hosts"], about["format"], about["step"]) == (3, 2, 1, 1)

@@ -34,6 +34,12 @@ def test_the_example_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(head.bias, model.bias)
 
 
+def test_the_example_takes_ten_lines_beside_the_training() -> None:
+    training = ("import torch", "model", "optimizer", "for ", "    ")
+    lines = [line for line in EXAMPLES[0].splitlines() if line and not line.startswith(training)]
+    assert len(lines) <= 10 and any(line.startswith("ckpt.save") for line in lines)
+
+
 def test_the_example_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").mkdir()

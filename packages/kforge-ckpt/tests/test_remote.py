@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from stateful import Box
 from torch import nn
 
@@ -183,6 +184,11 @@ def test_the_command_line_takes_urls(url: str, tmp_path: Path, capsys: pytest.Ca
     run("rm", url, "1", "2")
     assert [line.split()[0] for line in run("ls", url).splitlines()[1:]] == ["3"]
     run("merge", f"{url}@3", f"{url}/copy", "--out", f"{url}/mean", "--state", "box", code=2)  # PerRank has no mean
+    for step, value in ((1, 1.0), (2, 4.0)):
+        Checkpointer(f"{url}/plain").save(step, {"model": Box(t=torch.full((3,), value))})
+    run("merge", f"{url}/plain@1", f"{url}/plain@2", "--out", f"{url}/mean", "--weights", "2", "1")
+    run("export", f"{url}/mean", str(tmp_path / "out"))
+    assert load_file(tmp_path / "out" / "model.safetensors")["t"].tolist() == [2.0, 2.0, 2.0]
     folder = commit.committed(place(url))[3]
     (folder / "meta.json").write_bytes(b"{}" + bytes(50))
     assert "DAMAGED" in run("verify", url, code=1)

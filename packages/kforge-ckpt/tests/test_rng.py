@@ -54,8 +54,10 @@ def test_every_rank_has_its_own_and_a_new_rank_derives_one(tmp_path: Path) -> No
 
 def test_derived_streams_depend_on_seed_rank_and_what_was_saved() -> None:
     streams = [torch.Generator().manual_seed(s).get_state() for s in (1, 2)]
-    seeds = {RngState(seed)._seed(rank, stream) for seed in (0, 1) for rank in (2, 3) for stream in streams}
-    assert len(seeds) == 8 and all(0 <= seed < 2**64 for seed in seeds)
+    saved = [{"torch": cpu, "cuda": cuda} for cpu in streams for cuda in streams]  # one of them draws
+    saved += [{"torch": cpu} for cpu in streams]
+    seeds = {RngState(seed)._seed(rank, one) for seed in (0, 1) for rank in (2, 3) for one in saved}
+    assert len(seeds) == 24 and all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_numpy_is_left_out_where_it_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ class Save:
     tree: Json
     layout: Layout
     temporary: bool
+    hosts: int
 
 
 class Checkpointer:
@@ -217,7 +218,7 @@ class Checkpointer:
             passing = ranks.all(what, lambda: enter_forms(states, stack))
             collected, tree, layout = self._agreement.reach(ranks, what, step, lambda: collect(states, meta))
             folder = self.dir / ranks.first(what, lambda: self._stage(step))
-            job = Save(step, what, folder, started, collected, tree, layout, temporary)
+            job = Save(step, what, folder, started, collected, tree, layout, temporary, self._agreement.hosts)
             if self.mode == "sync":
                 self._finish(ranks, job, self._direct(job))
                 return True
@@ -338,7 +339,9 @@ class Checkpointer:
 
     def _commit(self, job: Save, files: dict[str, FileRecord], world: int) -> int:
         commit.reached("all ranks written")
-        files = files | write_shared(job.folder, job.step, world, job.layout.index, job.tree, job.collected.meta)
+        files = files | write_shared(
+            job.folder, job.step, world, job.hosts, job.layout.index, job.tree, job.collected.meta
+        )
         assert self._lock is not None
         self._lock.check()
         commit.commit(self.dir, job.folder, job.step, files, temporary=job.temporary)

@@ -22,8 +22,9 @@ class RngState:
     CUDA is there, that of ``device`` (default: the current one). A generator object of your own is not among them.
 
     Restored on more ranks than saved, the ranks that did not exist seed all their streams with the first 8 bytes of
-    ``sha256(seed, rank, torch CPU stream of old rank 0)``. That stream is different at every step of a run that
-    draws from it; ``seed`` (give the run's) sets runs apart. The same restore always gives the same streams.
+    ``sha256(seed, rank, torch streams of old rank 0, of the CPU and of CUDA)``. They are different at every step of a
+    run that draws from one of them; ``seed`` (give the run's) sets runs apart. The same restore
+    always gives the same streams.
     """
 
     def __init__(self, seed: int = 0, device: torch.device | str | int | None = None) -> None:
@@ -70,7 +71,7 @@ class RngState:
         saved: list[dict[str, Any]] = state["streams"]
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if rank >= len(saved):
-            self._derive(rank, saved[0]["torch"])
+            self._derive(rank, saved[0])
             return
         streams = saved[rank]
         random.setstate(streams["python"])
@@ -82,17 +83,18 @@ class RngState:
                 torch.cuda.set_rng_state(streams["cuda"], self._cuda())
             else:  # saved by a process without CUDA: no such stream to continue
                 with torch.cuda.device(self._cuda()):
-                    torch.cuda.manual_seed(self._seed(rank, streams["torch"]))
+                    torch.cuda.manual_seed(self._seed(rank, streams))
 
-    def _derive(self, rank: int, stream: torch.Tensor) -> None:
-        seed = self._seed(rank, stream)
+    def _derive(self, rank: int, streams: dict[str, Any]) -> None:
+        seed = self._seed(rank, streams)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         torch.manual_seed(seed)  # the CPU's and every CUDA device's
 
-    def _seed(self, rank: int, stream: torch.Tensor) -> int:
-        text = f"kforge-rng:{self.seed}:{rank}:".encode() + bytes(stream.numpy())
+    def _seed(self, rank: int, streams: dict[str, Any]) -> int:
+        stream = b"".join(bytes(streams[kind].numpy()) for kind in ("torch", "cuda") if kind in streams)
+        text = f"kforge-rng:{self.seed}:{rank}:".encode() + stream
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
     def _cuda(self) -> torch.device:

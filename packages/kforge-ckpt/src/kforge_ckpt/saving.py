@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ class Agreement:
 
     def __init__(self, files: int = 1) -> None:
         self._files = files
+        self.hosts = 1
+        """On how many hosts the ranks of the last agreement were."""
         self._planned: str | None = None
         self._layout: Layout | None = None
 
@@ -99,15 +102,16 @@ class Agreement:
         digest = placed = ""
         if result is not None:
             _, digest, placed = result
-        everyone = ranks.gather((told, step, digest, placed == self._planned))
+        everyone = ranks.gather((told, step, digest, socket.gethostname(), placed == self._planned))
         ranks.raise_if_any(what, [told for told, *_ in everyone], error)
         assert result is not None
         collected = result[0]
-        steps = {step for _, step, _, _ in everyone}
+        self.hosts = len({host for *_, host, _ in everyone})
+        steps = {step for _, step, *_ in everyone}
         if len(steps) > 1:
             raise CheckpointError(f"{what}: the ranks are at different steps, {sorted(steps)}")
         tree = collected.parts.tree
-        if len({digest for _, _, digest, _ in everyone}) > 1:
+        if len({digest for _, _, digest, *_ in everyone}) > 1:
             tree = self._united(ranks, what, collected.parts)
         if self._layout is None or not all(same for *_, same in everyone):
             plan = ranks.all(what, lambda: local_plan(collected.parts.tensors, ranks.rank == 0))
@@ -186,13 +190,14 @@ def _write_per_rank(folder: Place, rank: int, per_rank: dict[str, Parts]) -> dic
 
 
 def write_shared(
-    folder: Place, step: int, world: int, index: dict[str, Any], tree: Json, meta: Json
+    folder: Place, step: int, world: int, hosts: int, index: dict[str, Any], tree: Json, meta: Json
 ) -> dict[str, FileRecord]:
     """Rank 0's part: the index of tensors, the tree of values, and what is known of the save."""
     about = {
         "format": commit.FORMAT,
         "step": step,
         "world_size": world,
+        "hosts": hosts,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"kforge-ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "meta": meta,

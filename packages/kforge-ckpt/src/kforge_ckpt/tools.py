@@ -310,7 +310,7 @@ def write_checkpoint(
             }
             for spec in specs
         }
-        files |= write_shared(folder, step, 1, index, tree, state.encode(meta, "meta"))
+        files |= write_shared(folder, step, 1, 1, index, tree, state.encode(meta, "meta"))
         made = commit.commit(root, folder, step, files)
     except BaseException:
         commit.discard(folder)
