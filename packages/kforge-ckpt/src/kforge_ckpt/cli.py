@@ -149,9 +149,8 @@ def _show(arguments: argparse.Namespace) -> int:
         return 0
     about = saved.contents.json(META)
     print(f"folder     {saved.folder}")
-    print(
-        f"step       {saved.contents.step}, by {saved.world} ranks on {about.get('hosts', '?')} hosts, {about.get('saved_at', '')}"
-    )
+    ranks = f"{saved.world} ranks on {about.get('hosts', '?')} hosts"
+    print(f"step       {saved.contents.step}, by {ranks}, {about.get('saved_at', '')}")
     print(f"versions   {', '.join(f'{name} {version}' for name, version in about.get('versions', {}).items())}")
     print(f"size       {_size(sum(record.size for record in saved.contents.files.values()))}")
     for name in saved.tree:
