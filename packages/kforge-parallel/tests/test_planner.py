@@ -87,7 +87,7 @@ def test_experts_are_dealt_out():
 def test_layouts_that_cannot_be_are_counted():
     odd = plan({**SMALL, "n_heads": 6, "n_kv_heads": 3, "head_dim": 64}, 8, global_rows=4)
     assert any("n_heads = 6 cannot be split over parallel.tp = 4" in why for why in odd.refused)
-    assert any("4 rows a step cannot be shared evenly" in why for why in odd.refused)
+    assert any("4 rows a step cannot be shared evenly by the data ranks; take a multiple" in w for w in odd.refused)
     told = str(odd)
     assert "layouts cannot be:" in told
 
@@ -109,6 +109,8 @@ def test_bubbles():
         ({"peak_flops": 0.0}, "above 0"),
         ({"network_bytes_per_s": math.inf}, "above 0"),
         ({"gpus_per_host": 1.5}, "must be a whole number"),
+        ({"peak_flops": 989e24}, r"peak_flops = 9\.89e\+26 is more than any device has, by far: .* mind the unit"),
+        ({"host_bytes_per_s": 370e18}, "host_bytes_per_s .* mind the unit"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(options, told):
@@ -159,6 +161,42 @@ def test_sizes_of_memory_and_files(tmp_path):
     file = tmp_path / "shape.toml"
     file.write_text("dim = 64\ntie_embeddings = true\n")
     assert read_shape(str(file)) == {"dim": 64, "tie_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("list.json", "[1, 2]", "list.json holds no table of sizes, such as dim = 4096, but [1, 2]"),
+        ("nothing.json", "null", "holds no table of sizes, such as dim = 4096, but None"),
+        ("broken.json", '{"dim": 4', "cannot be read as JSON (a name in .json, or { first) or TOML: Expecting"),
+        ("twice.json", '{"dim": 4096, "dim": 64}', "dim is there twice"),
+        ("twice.toml", "dim = 4\ndim = 5", "Cannot overwrite a value"),
+        ("sizes.yaml", "dim: 64", "cannot be read as JSON (a name in .json, or { first) or TOML"),
+        ("bits.json", b"\xff\xfe\x00", "cannot be read"),
+        ("config.json", '{"hidden_size": 64, "num_experts": 2}', "transformers; write its sizes anew: hidden_size is dim"),
+        ("job.toml", "[model]\ndim = 64", "sizes stand alone or below `shape`, and it has them below model"),
+        ("few.json", '{"dim": 64}', "shape has no vocab_size"),
+    ],
+)
+def test_a_file_without_sizes_says_what_it_is(tmp_path, capsys, name, text, told):
+    file = tmp_path / name
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["plan", "--shape", str(file), "--gpus", "1", "--memory", "80GB"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path):
+    file = tmp_path / "shape.json"
+    file.write_text('\ufeff{"dim": 64}', "utf-8")
+    assert read_shape(str(file)) == {"dim": 64}
+
+
+@pytest.mark.parametrize(("gpus", "names"), [(7, {"dp_shard 7", "cp 7", "pp 7"}), (24, {"pp 3 × tp 8", "pp 3 × cp 8"})])
+def test_numbers_of_devices_with_odd_factors_have_stages_and_parts_of_rows_too(gpus, names):
+    shape = {**LLAMA_8B, "n_layers": 42}
+    found = plan_layouts(shape, gpus, 141e9, row_tokens=8400, global_rows=8 * gpus)
+    assert names <= {one.name for one in (*found.fitting, *(one for one, _ in found.beyond))}
+    assert str(found).startswith(f"{len(found.fitting)} layouts fit")
 
 
 OPTIONS = {
@@ -225,6 +263,7 @@ def test_what_is_no_size_is_refused_in_a_file(tmp_path, capsys, line, told):
         *(("--global-rows", text) for text in ("0", "-1", "1.5", "inf")),
         *(("--gpus-per-host", text) for text in ("0", "-8", "0.5", "nan")),
         *((name, text) for name in ("--peak-tflops", "--efficiency") for text in ("0", "-1", "nan", "inf", "many")),
+        *(("--peak-tflops", "989e12"), ("--host-gb-s", "370e9"), ("--network-gb-s", "45e9")),
         *((name, text) for name in ("--host-gb-s", "--network-gb-s") for text in ("0", "-1", "nan", "inf", "many")),
     ],
     ids=" ".join,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ from kforge_parallel.config import ParallelConfig
 from kforge_parallel.estimate import gb
 from kforge_parallel.layout import check_keys
 from kforge_parallel.picture import mesh_table
-from kforge_parallel.planner import FREE, LayoutPlan, Machine, plan_layouts
+from kforge_parallel.planner import FREE, MOST, LayoutPlan, Machine, plan_layouts
 from kforge_parallel.remedies import remedies
 from kforge_parallel.stages import SCHEDULES
 from kforge_parallel.work import MOMENTS, OPTIMIZERS, Work
@@ -107,14 +108,42 @@ def parser() -> argparse.ArgumentParser:
 def read_shape(path: str) -> dict[str, int | bool]:
     """The sizes in a file: a table of JSON, or of TOML, alone or below ``shape``. Raises ValueError."""
     try:
-        text = Path(path).read_text("utf-8")
-        table = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        text = Path(path).read_text("utf-8-sig")
+        as_json = path.endswith(".json") or text.lstrip().startswith("{")
+        table = json.loads(text, object_pairs_hook=_each_once) if as_json else tomllib.loads(text)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    found = table.get("shape", table)
+        raise ValueError(f"{path} cannot be read as JSON (a name in .json, or {{ first) or TOML: {error}") from None
+    found = table.get("shape", table) if isinstance(table, dict) else table
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no table of sizes, such as dim = 4096")
+        raise ValueError(f"{path} holds no table of sizes, such as dim = 4096, but {found!r:.60}")
+    if theirs := [f"{name} is {ours} here" for name, ours in _TRANSFORMERS.items() if name in found]:
+        raise ValueError(f"{path} looks like a config of transformers; write its sizes anew: {', '.join(theirs)}")
+    if tables := [name for name, value in found.items() if isinstance(value, dict)]:
+        raise ValueError(f"{path}: sizes stand alone or below `shape`, and it has them below {', '.join(tables)}")
     check_keys(found)
+    return found
+
+
+_TRANSFORMERS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "intermediate_size": "ffn_dim",
+    "num_experts": "n_experts",
+    "num_local_experts": "n_experts",
+    "num_experts_per_tok": "moe_top_k",
+    "moe_intermediate_size": "expert_dim",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""Sizes as Hugging Face's configs call them -> as a shape does."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"{twice} is there twice")
     return found
 
 
@@ -135,7 +164,12 @@ def bytes_of(text: str) -> float:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    rates = {name: getattr(options, _option(name)[2:].replace("-", "_")) * unit for name, unit, _ in _RATES}
+    rates = {}
+    for name, unit, text in _RATES:
+        given = getattr(options, _option(name)[2:].replace("-", "_"))
+        rates[name] = given * unit
+        if MOST.get(name, math.inf) < rates[name] < math.inf:
+            raise ValueError(f"{_option(name)} {given:g} is more than any device has; it is {text}")
     shape, memory = read_shape(options.shape), bytes_of(options.memory)
     machine = Machine(gpus_per_host=options.gpus_per_host, **rates)
     config = ParallelConfig(

@@ -32,6 +32,8 @@ from kforge_parallel.work import Work
 FREE = 0.08
 """Share of the memory that an estimate leaves to the allocator and to libraries."""
 MODES = ("none", "selective", "full")
+MOST = {"peak_flops": 1e18, "host_bytes_per_s": 1e14, "network_bytes_per_s": 1e14}
+"""A second; what is more was meant in another unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,13 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_host", "peak_flops", "efficiency", "host_bytes_per_s", "network_bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value} must be above 0")
+            if value > MOST.get(name, math.inf):
+                raise ValueError(
+                    f"{name} = {value:g} is more than any device has, by far: {value:g} a second; mind the unit"
+                )
         if type(self.gpus_per_host) is not int:
             raise ValueError(f"gpus_per_host = {self.gpus_per_host!r} must be a whole number")
         if self.efficiency > 1:
@@ -133,7 +140,7 @@ def plan_layouts(
     for sizes in _axes(model, gpus, machine.gpus_per_host):
         rows = global_rows / (sizes["dp_replicate"] * sizes["dp_shard"])
         if rows != int(rows):
-            why = f"{global_rows} rows a step cannot be shared evenly by the data ranks"
+            why = f"{global_rows} rows a step cannot be shared evenly by the data ranks; take a multiple of those"
             refused[why] = refused.get(why, 0) + 1
             continue
         try:
@@ -162,17 +169,19 @@ def check_memory(memory: float) -> None:
 
 
 def _axes(model: Model, gpus: int, host: int) -> Iterator[dict[str, int]]:
-    """Sizes worth looking at: powers of two and what is left of them, tp within a host."""
+    """Sizes worth looking at: of tp (within a host), cp and pp all that divide the devices, up to 16 of the latter two;
+    of the others powers of two and what is left."""
     heads, experts = model.sizes.heads, model.sizes.experts
 
     def powers(most: int) -> list[int]:
         return [n for n in (2**i for i in range(most.bit_length())) if n <= most]
 
-    for tp in powers(min(host, heads, gpus)):
-        for cp in powers(min(16, gpus // tp)):
-            for pp in powers(min(16, len(model.blocks), gpus // (tp * cp))):
-                if gpus % (tp * cp * pp):
-                    continue
+    def divisors(of: int, most: int) -> list[int]:
+        return [n for n in range(1, min(of, most) + 1) if of % n == 0]
+
+    for tp in divisors(gpus, min(host, heads)):
+        for cp in divisors(gpus // tp, 16):
+            for pp in divisors(gpus // (tp * cp), min(16, len(model.blocks))):
                 left = gpus // (tp * cp * pp)
                 for shard in sorted({left, *(n for n in powers(left) if left % n == 0)}):
                     for ep in powers(min(experts, shard * cp * tp)) if experts else [1]:
@@ -279,7 +288,8 @@ def _why(candidate: Candidate, memory: float) -> str:
 
 
 def _draw(plan: LayoutPlan, most: int = 10, near: int = 5) -> Iterator[str]:
-    yield f"{len(plan.fitting)} layouts fit into {1 - FREE:.0%} of {gb(plan.memory)}"
+    fit = "fits" if len(plan.fitting) == 1 else "fit"
+    yield f"{_layouts(len(plan.fitting))} {fit} into {1 - FREE:.0%} of {gb(plan.memory)}"
     if plan.fitting:
         head = ("layout", "rows", "recompute", "reshard", "mfu", "step", "peak", "weights", "state", "gradients")
         yield from _table([(*head, "activations", "gathered"), *map(_row, plan.fitting[:most])])
@@ -290,9 +300,13 @@ def _draw(plan: LayoutPlan, most: int = 10, near: int = 5) -> Iterator[str]:
             yield f"  {candidate.name}, {candidate.config.recompute}: {gb(candidate.estimate.peak)}, {why}"
     if plan.refused:
         yield ""
-        yield f"{sum(plan.refused.values())} layouts cannot be:"
+        yield f"{_layouts(sum(plan.refused.values()))} cannot be:"
         for why, count in sorted(plan.refused.items(), key=lambda item: -item[1])[:near]:
             yield f"  {count} × {why}"
+
+
+def _layouts(count: int) -> str:
+    return f"{count} layout{'' if count == 1 else 's'}"
 
 
 def _row(one: Candidate) -> tuple[str, ...]:
