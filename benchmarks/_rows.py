@@ -35,8 +35,6 @@ class Row:
     storage: str = "fp32"
     fp8: str = "none"
     moments: str = "fp32"
-    linear_sums: bool = False
-    """Products of linear modules add to the sums of gradients by themselves (`kforge_parallel.build.LINEAR_SUMS`)."""
     compile: bool = True
     device: str = "cuda"
     warmup_steps: int = 5
@@ -108,8 +106,6 @@ ROWS = {
         # Split weights and bf16 moments of 8.03 B parameters are 64 GB, their fp32 gradients 32: what is left of the
         # 150 GB of an H200 holds the activations of two rows, and nothing is run again.
         Row(name="8b", preset="llama3-8b", microbatch_rows=2, target=12_600, **LEAN),
-        # Beside it, to be timed in turns with it in one call.
-        Row(name="8b-sums", preset="llama3-8b", microbatch_rows=2, linear_sums=True, target=12_600, **LEAN),
         Row(name="8b-packed", preset="llama3-8b", microbatch_rows=2, isolate_documents=True, **LEAN),
         # The target is 1.35 times the row in bf16.
         Row(name="8b-fp8", preset="llama3-8b", microbatch_rows=2, fp8="tensorwise", target=16_400, **LEAN),
@@ -123,7 +119,7 @@ ROWS = {
             microbatch_rows=1,
             recompute="selective",
             recompute_keep=("attention",),
-            recompute_blocks=25,
+            recompute_blocks=20,
             **LEAN,
         ),
         # fp32 weights, gradients and two moments are 128.5 GB. What is left holds the inputs of the blocks, not all

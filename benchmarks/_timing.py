@@ -172,10 +172,6 @@ def child(kind: str, row: Row, tokens: str, started: float, trace: bool) -> dict
     import torch
 
     torch.set_float32_matmul_precision("high")  # as kforge_train.run sets it
-    if row.linear_sums:
-        from kforge_parallel import build
-
-        build.LINEAR_SUMS = (row.device,)
     cuda = row.device == "cuda"
     found: dict[str, Any]
     with tempfile.TemporaryDirectory() as run_dir:

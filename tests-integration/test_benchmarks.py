@@ -52,20 +52,6 @@ def test_an_unknown_row_names_the_known_ones(tmp_path):
     assert "no row is called 9b" in done.stderr and "350m" in done.stderr
 
 
-def test_a_row_with_linear_sums_turns_them_on_in_its_process(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import _timing
-    from _rows import ROWS, tiny
-
-    from kforge_parallel import build
-
-    monkeypatch.setattr(build, "LINEAR_SUMS", ())
-    monkeypatch.setattr(_timing, "run_trainer", lambda *_: {"types": build.LINEAR_SUMS})
-    monkeypatch.setattr("torch.set_float32_matmul_precision", lambda _: None)
-    assert _timing.child("row", tiny(ROWS["8b"]), "tokens", 0.0, False)["types"] == ()
-    assert _timing.child("row", tiny(ROWS["8b-sums"]), "tokens", 0.0, False)["types"] == ("cpu",)
-
-
 def test_kernels_are_summed_by_class_and_overlap_is_not_idle(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from _trace import summary

@@ -48,9 +48,9 @@ from kforge_parallel.work import Work
 
 _log = logging.getLogger("kforge_parallel")
 
-LINEAR_SUMS: tuple[str, ...] = ()
+LINEAR_SUMS: tuple[str, ...] = ("cuda",)
 """Types of device on which gradients of linear weights are added inside of their products (`linear_sums`), where FSDP2
-does not wrap the model: ("cuda",), once it is measured. ``benchmarks/h200.py --rows 8b,8b-sums`` times both."""
+does not wrap the model. Elsewhere that is slower, and `sums` adds them; tests set it."""
 
 
 def parallelize(

@@ -52,7 +52,8 @@ def to_int8(x: Tensor) -> Tensor:
     A value is off by at most 1/254 of the largest of its block. inf and NaN make their block inf or NaN.
     """
     blocks = x.unflatten(-1, (-1, BLOCK))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127).float().clamp(min=SMALLEST)
+    # A product, not a division by 127: torch on CUDA divides by a number as if by its rounded inverse, the CPU exactly.
+    scale = (blocks.abs().amax(-1, keepdim=True) * (1 / 127)).float().clamp(min=SMALLEST)
     values = (blocks / scale).round().clamp(-127, 127).nan_to_num(nan=0.0).to(torch.int8)
     return torch.cat((values.flatten(-2).view(torch.uint8), scale.squeeze(-1).view(torch.uint8)), -1)
 
