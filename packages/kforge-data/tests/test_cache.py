@@ -1,12 +1,27 @@
-"""A folder is built once, by one process, and one that dies leaves its half to the next."""
+"""A folder is built once, by one process; one that dies leaves its half to the next; damage is seen and mended."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from kforge_data import (
+    MegatronTokens,
+    PackedDocuments,
+    TokenFiles,
+    Tokenizer,
+    TokenShards,
+    cached_tokens,
+    mask_documents,
+    write_megatron,
+)
 from kforge_data.cache import build_once, cache_folder
 
 
@@ -57,3 +72,61 @@ def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == tmp_path / "kforge-data"
     monkeypatch.setenv("KFORGE_DATA_CACHE", str(tmp_path / "x"))
     assert cache_folder() == tmp_path / "x" and cache_folder("y") == Path("y")
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "cut": lambda whole: whole[:-1],
+    "empty": lambda whole: b"",
+    "longer": lambda whole: whole + b"\0" * 8,
+    "other": lambda whole: whole[:-8] + bytes(byte ^ 85 for byte in whole[-8:]),
+    "gone": lambda whole: None,
+}
+
+
+def contents(stream: Any) -> list[Any]:
+    """All that a source says: rows, where documents begin in them, and what is masked."""
+    block = stream.read_rows(np.arange(stream.row_count(8)), 8)
+    masked = None if block.masked is None else block.masked.tolist()
+    begins = [block.start_rows.tolist(), block.start_columns.tolist()]
+    return [block.tokens.tolist(), *begins, masked, getattr(stream, "vocab_size", 0)]
+
+
+@pytest.mark.parametrize("kind", ["plans", "boundaries", "largest", "masks", "tokens"])
+def test_whatever_is_damaged_in_a_cache_is_made_anew(
+    kind: str,
+    make_shards: Callable[..., TokenShards],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each file of it in turn cut, emptied, made longer, changed and removed: the same rows, and a warning."""
+    shards = make_shards([[*range(i + 1, 2 * i + 3), 0] for i in range(12)], eos_id=0, vocab_size=60)
+    np.save(tmp_path / "t.npy", shards.read(0, shards.tokens))
+    write_megatron(shards, tmp_path / "m")
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(30)))
+    cache = tmp_path / "cache"
+    opened: dict[str, Callable[[], Any]] = {
+        "plans": lambda: PackedDocuments(shards, cache=cache),
+        "boundaries": lambda: TokenFiles(tmp_path / "t.npy", eos_id=0, cache=cache),
+        "largest": lambda: MegatronTokens(tmp_path / "m", cache=cache),
+        "masks": lambda: mask_documents(shards, 6, cache=cache),
+        "tokens": lambda: cached_tokens([tmp_path / "c.jsonl"], tokenizer=tokenizer, cache=cache),
+    }
+    right = contents(opened[kind]())
+    (folder,) = (path for path in cache.glob("*/*") if path.is_dir())
+    shutil.copytree(folder, tmp_path / "whole")
+    seen = 0
+    for file in sorted((tmp_path / "whole").iterdir()):
+        for name, damage in DAMAGE.items():
+            if kind == "tokens" and name == "other" and file.suffix != ".json":
+                continue  # which only `verify` reads
+            changed = damage(file.read_bytes())
+            (folder / file.name).unlink()
+            if changed is not None:
+                (folder / file.name).write_bytes(changed)
+            caplog.clear()
+            assert contents(opened[kind]()) == right, (file.name, name)
+            assert f"{folder} is damaged and made anew" in caplog.text, (file.name, name)
+            assert contents(opened[kind]()) == right and caplog.text.count("made anew") == 1
+            seen += 1
+    assert seen >= 13

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kforge_data.cached
-from kforge_data import DataConfig, Tokenizer, TokenShards, cached_tokens, open_tokens, training_source
+from kforge_data import DataConfig, Tokenizer, TokenShards, cached_tokens, open_tokens, training_source, verify_shards
 from kforge_data.cache import _locked
 from kforge_data.unfinished import NOTE
 
@@ -80,6 +80,27 @@ def test_a_half_built_cache_is_gone_on_with(name: int, corpus: list[str], tokeni
     assert before >= 18  # what the second one did went on from the first
     assert again.fingerprint == whole.fingerprint
     assert documents(again, tokenizer) == documents(whole, tokenizer)
+
+
+@pytest.mark.parametrize("damage", ["note", "shard", "index"])
+def test_a_half_built_cache_that_is_damaged_is_begun_anew(
+    damage: str, corpus: list[str], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer.save(tmp_path / "t.json")
+    whole = cached_tokens([corpus[0]], tokenizer=tokenizer, cache=tmp_path / "whole")
+    words = ["9", corpus[0], str(tmp_path / "t.json"), str(tmp_path / "cache")]
+    assert subprocess.run([sys.executable, "-c", KILLED, *words], check=False).returncode == -9
+    (partial,) = (tmp_path / "cache" / "tokens").glob("*.partial")
+    if damage == "note":
+        note = (partial / NOTE).read_text()
+        (partial / NOTE).write_text(note.replace('"part": ', '"part": 1'))
+    elif damage == "shard":
+        (partial / "0-00000.bin").unlink()
+    else:  # it was killed between its last two moves
+        (partial / "index.json").write_text("{")
+    again = cached_tokens([corpus[0]], tokenizer=tokenizer, cache=tmp_path / "cache")
+    assert "what was begun is made anew" in caplog.text
+    assert again.fingerprint == whole.fingerprint and verify_shards(again.path) == []
 
 
 def test_one_builds_while_others_wait(

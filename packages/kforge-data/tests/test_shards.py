@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import operator
 import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kforge_data import ShardWriter, TokenShards, verify_shards
+from kforge_data import Loader, PackedDocuments, ShardWriter, TokenShards, verify_shards
 
 Make = Callable[..., TokenShards]
 DOCUMENTS = st.lists(st.lists(st.integers(0, 99_999), max_size=12), max_size=20)
@@ -151,6 +154,64 @@ def test_opening_what_is_not_a_set(tmp_path: Path, make_shards: Make) -> None:
         TokenShards(shards.path)
 
 
+def test_whatever_is_damaged_in_an_index_is_an_error_or_another_fingerprint(make_shards: Make) -> None:
+    """Each entry in turn missing, or of another value: refused by name, or not the same set for a resume."""
+    shards = make_shards([[1, 2, 0], [3, 0], [4, 0]], vocab_size=10, eos_id=0, bos_id=1, shard_tokens=4)
+    file = shards.path / "index.json"
+    whole = json.loads(file.read_text())
+    bad = (None, True, -1, 1, 2.0, 10**30, "x", "", [], {}, [1], "uint32", "0-00001")
+    refused = opened = 0
+    for place in [(), ("shards", 0), ("shards", 1)]:
+        table = reduce(operator.getitem, place, whole)
+        for key, before in table.items():
+            for value in ("(gone)", *bad):
+                changed = copy.deepcopy(whole)
+                reduce(operator.getitem, place, changed)[key] = value
+                if value == "(gone)":
+                    del reduce(operator.getitem, place, changed)[key]
+                file.write_text(json.dumps(changed))
+                if type(value) is type(before) and value == before:
+                    continue
+                try:
+                    found = TokenShards(shards.path)
+                except ValueError as error:
+                    assert str(shards.path) in str(error), (place, key, value)
+                    refused += 1
+                    continue
+                opened += 1
+                harmless = key in ("meta", "skipped_documents")
+                assert harmless or found.fingerprint != shards.fingerprint, (place, key, value)
+                assert found.read(0, found.tokens).tolist() == [1, 2, 0, 3, 0, 4, 0], (place, key, value)
+    assert refused > 250 and opened < 60
+    for start in range(0, len(text := json.dumps(whole)), 7):  # cut anywhere
+        file.write_text(text[:start])
+        with pytest.raises(ValueError, match=r"index.json is"):
+            TokenShards(shards.path)
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"index.json is damaged"):
+        TokenShards(shards.path)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 2, 10**12])
+@pytest.mark.parametrize("at", [0, 1, 2, -1])
+def test_boundaries_that_are_damaged_are_an_error_before_the_first_row(
+    make_shards: Make, tmp_path: Path, at: int, value: int
+) -> None:
+    shards = make_shards([[1, 2, 0], [3, 0], [4, 0]], eos_id=0)
+    places = np.fromfile(shards.path / "0-00000.docs", "<i8")
+    if places[at] == value:
+        value = 3
+    places[at] = value
+    places.tofile(shards.path / "0-00000.docs")
+    wrong = r"where documents begin in its file number 0 does not run from 0 to 7"
+    for source in (TokenShards(shards.path), PackedDocuments(TokenShards(shards.path), cache=tmp_path / "cache")):
+        if at == 1 and value == 2:  # a boundary that may be: `verify` alone can tell
+            assert verify_shards(shards.path)
+            continue
+        with pytest.raises(ValueError, match=wrong):
+            Loader(source, row_tokens=4, global_rows=1)
+
+
 def test_an_index_of_other_bytes_is_an_error_by_name(make_shards: Make) -> None:
     path = make_shards([[1]]).path
     (path / "index.json").write_bytes(b"\xff\xfe")
@@ -208,10 +269,10 @@ def test_bits_per_byte(make_shards: Make) -> None:
 
 
 def test_opening_maps_and_does_not_read(tmp_path: Path) -> None:
-    """A set of 2**31 tokens in sparse files opens without touching them."""
+    """A set of 2**33 tokens in sparse files opens without touching them."""
     with ShardWriter(tmp_path / "s", vocab_size=100) as writer:
         writer.add([1])
-    tokens = 1 << 31
+    tokens = 1 << 33
     index = json.loads((tmp_path / "s" / "index.json").read_text())
     index["shards"][0].update(tokens=tokens)
     index["tokens"] = tokens

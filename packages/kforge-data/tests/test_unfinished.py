@@ -12,7 +12,7 @@ import pytest
 
 from kforge_data import Tokenizer, TokenShards, tokenize_files, verify_shards
 from kforge_data.cli import main
-from kforge_data.unfinished import NOTE, held
+from kforge_data.unfinished import NOTE, CannotGoOn, held, read_note
 
 # The command, in batches of 7 documents with a note after every 400 bytes, killed by -9 at the n-th call of a function.
 KILLED = """
@@ -151,8 +151,58 @@ def test_files_that_were_cut_are_told(corpus: list[str], tmp_path: Path, capsys:
     (out / "train" / "0-00000.bin").write_bytes(b"")
     assert main([*corpus, "--out", str(out)]) == 2
     assert "0-00000.bin has 0 bytes" in capsys.readouterr().err
-    (out / NOTE).write_text("{")
-    assert main([*corpus, "--out", str(out)]) == 2 and "unfinished.json is damaged" in capsys.readouterr().err
+    assert main([*corpus, "--out", str(out), "--no-resume", "--quiet"]) == 0
+
+
+def test_whatever_is_damaged_in_a_note_is_refused(
+    corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No number of it can be another without being seen: documents would be lost or doubled."""
+    assert main([*corpus, "--out", str(tmp_path / "whole"), "--quiet"]) == 0
+    out = tmp_path / "out"
+    assert killed("write", 20, [*corpus, "--out", str(out)]) == -9
+    note = out / NOTE
+    whole = note.read_bytes()
+    before = content(out)
+    damaged = [whole[:cut] for cut in (0, 1, len(whole) // 2, len(whole) - 1)]
+    damaged += [b"null", b"[]", b"{}", b'{"version": 2}', b"[" * 100_000, b"\xff\xfe" + whole]
+    for at in range(len(whole)):  # each byte another one of its kind
+        if whole[at : at + 1].isalnum():
+            damaged.append(whole[:at] + (b"7" if whole[at : at + 1] != b"7" else b"8") + whole[at + 1 :])
+    for changed in damaged[::3]:
+        note.write_bytes(changed)
+        with pytest.raises(CannotGoOn, match=r"unfinished.json is .*--no-resume"):
+            read_note(out)
+    for changed in damaged[3:7]:
+        note.write_bytes(changed)
+        assert main([*corpus, "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert "unfinished.json is" in error and "--no-resume" in error and error.count("\n") == 1
+    assert content(out) == {**before, NOTE: damaged[6]}
+    note.write_bytes(whole)
+    assert main([*corpus, "--out", str(out), "--quiet"]) == 0
+    assert content(out) == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("file", ["0-00000.bin", "0-00000.docs"])
+def test_an_open_shard_that_is_not_what_was_noted_is_refused(
+    file: str, corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, big = tmp_path / "out", ["--shard-tokens", "1000000"]
+    assert killed("write", 20, [*corpus, *big, "--out", str(out)]) == -9
+    shard = out / "train" / file
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
+    assert main([*corpus, *big, "--out", str(out)]) == 2
+    assert f"{file} is not what was written" in (error := capsys.readouterr().err) and "--no-resume" in error
+
+
+def test_nothing_of_a_killed_run_with_processes_stays(corpus: list[str], tmp_path: Path) -> None:
+    """Its processes end with it, which is when nobody has its standard output open any more."""
+    command = [sys.executable, "-c", KILLED, "write", "2", *corpus, "--out", str(tmp_path / "out"), "--workers", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read() == b""
+    assert process.returncode == -9
 
 
 def test_a_begin_of_text_token(tmp_path: Path, texts: list[str]) -> None:

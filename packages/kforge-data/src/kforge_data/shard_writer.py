@@ -144,7 +144,7 @@ class ShardWriter:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on after what `commit` told, of a writer with the same arguments that was killed; what it wrote later is
-        cut off. ValueError where the files are not there any more, or shorter than they were."""
+        cut off. ValueError where the files are not there any more, or are not what was written."""
         self._revision, self._skipped = int(state["revision"]), int(state["skipped"])
         self._shards = [ShardInfo(**shard) for shard in state["shards"]]
         for shard in self._shards:
@@ -244,8 +244,8 @@ class ShardWriter:
 class _OpenShard:
     """The two files of the shard being written, hashed as they grow."""
 
-    def __init__(self, folder: Path, name: str, begun: Mapping[str, int] | None = None, itemsize: int = 0) -> None:
-        begun = begun or {"tokens": 0, "documents": 0, "text_bytes": 0}
+    def __init__(self, folder: Path, name: str, begun: Mapping[str, Any] | None = None, itemsize: int = 0) -> None:
+        begun = begun or {"tokens": 0, "documents": 0, "text_bytes": 0, "sums": None}
         self.name, self.tokens = name, begun["tokens"]
         self._documents, self._text_bytes = begun["documents"], begun["text_bytes"]
         self._paths = [folder / f"{name}.bin", folder / f"{name}.docs"]
@@ -258,6 +258,8 @@ class _OpenShard:
                 with path.open("rb") as file:
                     while chunk := file.read(1 << 20):
                         digest.update(chunk)
+            if begun["sums"] and digest.hexdigest() != begun["sums"][path.suffix]:
+                raise ValueError(f"{path} is not what was written; what was begun cannot be gone on with")
         self._files: list[BinaryIO] = [
             path.open("ab" if size else "wb") for path, size in zip(self._paths, sizes, strict=True)
         ]
@@ -274,11 +276,12 @@ class _OpenShard:
         self._documents += len(sizes)
         self._text_bytes += text_bytes
 
-    def commit(self) -> dict[str, int]:
+    def commit(self) -> dict[str, Any]:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-        return {"tokens": self.tokens, "documents": self._documents, "text_bytes": self._text_bytes}
+        sums = {path.suffix: digest.hexdigest() for path, digest in zip(self._paths, self._hashes, strict=True)}
+        return {"tokens": self.tokens, "documents": self._documents, "text_bytes": self._text_bytes, "sums": sums}
 
     def close_files(self) -> None:
         for file in self._files:

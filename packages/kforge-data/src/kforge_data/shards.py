@@ -115,15 +115,24 @@ def read_index(path: str | Path) -> ShardIndex:
         raw = json.loads(text)
         if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
             raise ValueError(f"{file} is not an index of token shards")
-        if (version := raw.pop("version", None)) != VERSION:
+        if (version := raw.pop("version", None)) != VERSION or isinstance(version, bool):
             raise ValueError(f"{file} has version {version}; this kforge-data reads version {VERSION}")
         shards = tuple(ShardInfo(**shard) for shard in raw.pop("shards"))
         index = ShardIndex(shards=shards, **raw)
-    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+    except (TypeError, KeyError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    _check_types(file, index)
     if index.dtype not in TOKEN_DTYPES:
         raise ValueError(f"{file} names dtype {index.dtype!r}; known are {', '.join(TOKEN_DTYPES)}")
-    token_dtype(index.vocab_size, index.dtype)
+    try:
+        token_dtype(index.vocab_size, index.dtype)
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    for name in ("eos_id", "bos_id"):
+        if (number := getattr(index, name)) is not None and number >= index.vocab_size:
+            raise ValueError(f"{file} has {name} = {number}, which is no id of a vocabulary of {index.vocab_size}")
+    if len({shard.name for shard in shards}) < len(shards):
+        raise ValueError(f"{file} lists a shard twice")
     for shard in shards:
         if not _SHARD_NAME.match(shard.name):
             raise ValueError(f"{file} lists a shard of the impossible name {shard.name!r}")
@@ -133,6 +142,23 @@ def read_index(path: str | Path) -> ShardIndex:
         if getattr(index, name) != (total := sum(getattr(shard, name) for shard in shards)):
             raise ValueError(f"{file} counts {getattr(index, name)} {name}, its shards {total}")
     return index
+
+
+_NUMBERS = ("vocab_size", "tokens", "documents", "text_bytes", "skipped_documents", "eos_id", "bos_id")
+_STRINGS = ("dtype", "tokenizer", "name", "sha256_bin", "sha256_docs")
+
+
+def _check_types(file: Path, index: ShardIndex) -> None:
+    """ValueError that names the entry which is of a type that nobody writes."""
+    for where, part in (("", index), *((f"shards[{i}].", shard) for i, shard in enumerate(index.shards))):
+        for name, value in vars(part).items():
+            if name in _NUMBERS:
+                right = type(value) is int and value >= 0
+                right = right or (value is None and name in ("eos_id", "bos_id"))
+            else:
+                right = isinstance(value, str) if name in _STRINGS else name == "shards" or isinstance(value, dict)
+            if not right:
+                raise ValueError(f"{file} is damaged: {where}{name} = {value!r}")
 
 
 class TokenShards(TokenStream):

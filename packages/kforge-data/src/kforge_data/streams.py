@@ -116,14 +116,27 @@ class TokenStream:
         check_alike(self, other)
 
     def document_bounds(self, first: int, last: int) -> NDArray[np.int64]:
-        """Stream positions at which documents first..last-1 begin, and the end of the last; int64 [last-first+1]."""
+        """Stream positions at which documents first..last-1 begin, and the end of the last; int64 [last-first+1].
+
+        ValueError where they are damaged."""
         parts = []
         for shard, docs in enumerate(self._docs):
             base = int(self._first_document[shard])
             low, high = max(first - base, 0), min(last - base, len(docs) - 1)
             if low < high:
+                self._check_bounds(shard, low, high)
                 parts.append(docs[low:high] + self._first_token[shard])
         return np.append(np.concatenate([np.empty(0, np.int64), *parts]), self.document_end(last - 1))
+
+    def _check_bounds(self, shard: int, first: int, last: int) -> None:
+        """ValueError unless documents first..last-1 of a file lie in it, in ascending order, none of them empty."""
+        docs, tokens = self._docs[shard], len(self._bins[shard])
+        whole = (first or docs[0] == 0) and (last < len(docs) - 1 or docs[-1] == tokens)
+        if not whole or (docs[first + 1 : last + 1] <= docs[first:last]).any():
+            raise ValueError(
+                f"{self.name}: where documents begin in its file number {shard} does not run from 0 to {tokens} in "
+                "ascending order; the set is damaged (kforge-data verify says where), make it again"
+            )
 
     def document_end(self, document: int) -> int:
         """Stream position at which a document ends; 0 for document -1."""
@@ -261,14 +274,18 @@ class TokenStream:
         return edges
 
     def max_documents(self, row_tokens: int) -> int:
-        """The most documents that any one row holds, parts and padding counted. One pass over the offsets, kept."""
+        """The most documents that any one row holds, parts and padding counted. One pass over the offsets, kept.
+
+        ValueError where they are damaged."""
         if row_tokens not in self._max_documents:
             rows = self.row_count(row_tokens)
             most = 1 + int(self.tokens % row_tokens != 0)
             carried_row, carried = -1, 0
             for shard, docs in enumerate(self._docs):
                 for at in range(0, len(docs) - 1, 1 << 20):
-                    begins = docs[at : min(at + (1 << 20), len(docs) - 1)] + self._first_token[shard]
+                    to = min(at + (1 << 20), len(docs) - 1)
+                    self._check_bounds(shard, at, to)
+                    begins = docs[at:to] + self._first_token[shard]
                     begins = begins[begins % row_tokens != 0]
                     if not begins.size:
                         continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from kforge_data.shard_writer import ShardWriter
 from kforge_data.shards import INDEX, TokenShards, read_index
 from kforge_data.text_files import file_name, list_files
 from kforge_data.tokenizer import Tokenizer
-from kforge_data.unfinished import check_note, describe_files, held, read_note, remove_note, write_note
+from kforge_data.unfinished import CannotGoOn, check_note, describe_files, held, read_note, remove_note, write_note
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -140,10 +141,7 @@ def tokenize_files(
             remove_note(out)
         else:
             check_note(note, options, files, out)
-            revisions = [writer["revision"] for writer in note["writers"]]
-            if all((path / INDEX).exists() for path in paths) and revisions == [
-                max((int(shard.name.split("-")[0]) for shard in read_index(path).shards), default=-1) for path in paths
-            ]:  # it was stopped between its last two moves
+            if _all_written(note, paths):  # it was stopped between its last two moves
                 remove_note(out)
                 sets = [TokenShards(path) for path in paths]
                 return TokenizeReport(
@@ -152,7 +150,10 @@ def tokenize_files(
         at = note or {"file": 0, "part": 0, "empty": 0, "bad_lines": 0, "documents": 0}
         writers = open_writers(overwrite or note is not None)
         for writer, state in zip(writers, note["writers"] if note else [], strict=False):
-            writer.resume(state)
+            try:
+                writer.resume(state)
+            except ValueError as error:
+                raise CannotGoOn(f"{error}; start anew with resume off (--no-resume)") from error
         counts = ReadCounts(at["empty"], at["bad_lines"])
         reading = Reading(
             files,
@@ -180,6 +181,19 @@ def tokenize_files(
                 out.rmdir()
             raise
     return TokenizeReport(sets[0], sets[1] if heldout else None, counts.empty, counts.bad_lines)
+
+
+def _all_written(note: Mapping[str, Any], paths: Sequence[Path]) -> bool:
+    """Whether the sets of a noted run are there, and are not those of an earlier one that it replaces."""
+    if not all((path / INDEX).exists() for path in paths):
+        return False
+    try:
+        revisions = [
+            max((int(shard.name.split("-")[0]) for shard in read_index(path).shards), default=-1) for path in paths
+        ]
+    except ValueError as error:
+        raise CannotGoOn(f"{error}; start anew with resume off (--no-resume)") from error
+    return revisions == [writer["revision"] for writer in note["writers"]]
 
 
 class _Work:
@@ -331,8 +345,17 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(tokenizer: Tokenizer, frame: _Frame) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker.update(tokenizer=tokenizer, frame=frame)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone: killed, that one tells nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:

@@ -6,6 +6,7 @@ The note lies beside what is written and disappears when all is done. One proces
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,27 +17,40 @@ from typing import Any
 from kforge_data.text_files import file_size, is_dataset, is_url
 
 NOTE = "unfinished.json"
-_VERSION = 1
+_VERSION = 2
+_ANEW = "start anew with resume off (--no-resume)"
+
+
+class CannotGoOn(ValueError):
+    """What an earlier run began cannot be gone on with: its note or its files are damaged, or it was another run."""
 
 
 def read_note(folder: Path) -> dict[str, Any] | None:
-    """What an earlier run noted in this folder; None if there is nothing."""
+    """What an earlier run noted in this folder; None if there is nothing. `CannotGoOn` for a note that is damaged."""
     try:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise ValueError(f"{folder / NOTE} is damaged: {error}; start anew with resume off (--no-resume)") from error
-    if not isinstance(note, dict) or note.get("version") != _VERSION:
-        raise ValueError(f"{folder / NOTE} is of another version; start anew with resume off (--no-resume)")
+    except (ValueError, RecursionError) as error:
+        raise CannotGoOn(f"{folder / NOTE} is damaged: {error}; {_ANEW}") from error
+    if not isinstance(note, dict):
+        raise CannotGoOn(f"{folder / NOTE} is damaged: it is no table; {_ANEW}")
+    if (version := note.get("version")) != _VERSION:
+        raise CannotGoOn(f"{folder / NOTE} is of version {version!r}, and this one goes on from {_VERSION}; {_ANEW}")
+    if note.pop("sha256", None) != _digest(note):
+        raise CannotGoOn(f"{folder / NOTE} is damaged: it is not what was written; {_ANEW}")
     return note
+
+
+def _digest(note: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
 
 def write_note(folder: Path, note: Mapping[str, Any]) -> None:
     """Put a note into the folder, whole or not at all."""
-    partial = folder / (NOTE + ".partial")
+    partial, note = folder / (NOTE + ".partial"), {"version": _VERSION, **note}
     with open(partial, "w", encoding="utf-8") as file:
-        json.dump({"version": _VERSION, **note}, file)
+        json.dump({**note, "sha256": _digest(note)}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, folder / NOTE)
@@ -63,7 +77,7 @@ def _changed(file: str | Path) -> int | str:
 
 
 def check_note(note: Mapping[str, Any], options: Mapping[str, Any], files: Sequence[str | Path], folder: Path) -> None:
-    """ValueError that says what differs, unless this run would write what the unfinished one was writing."""
+    """`CannotGoOn` that says what differs, unless this run would write what the unfinished one was writing."""
     before = note["options"]
     differing = [
         f"{key} was {before.get(key)!r} and is {options[key]!r}" for key in options if before[key] != options[key]
@@ -75,9 +89,8 @@ def check_note(note: Mapping[str, Any], options: Mapping[str, Any], files: Seque
     if len(files) < len(done):
         differing.append(f"{done[len(files)][0]} was read and is not named now")
     if differing:
-        raise ValueError(
-            f"{folder} holds an unfinished run that differs: {'; '.join(differing)}. Give what it was given, or start "
-            "anew with resume off (--no-resume)"
+        raise CannotGoOn(
+            f"{folder} holds an unfinished run that differs: {'; '.join(differing)}. Give what it was given, or {_ANEW}"
         )
 
 
