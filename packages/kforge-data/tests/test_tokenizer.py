@@ -8,13 +8,14 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kforge_data import Tokenizer, train_tokenizer
+from kforge_data import Tokenizer, tokenize_files, train_tokenizer
 
 MARKER = "<|endoftext|>"
 
@@ -67,6 +68,79 @@ def test_c09_a_marker_in_the_text_stays_text(tokenizer: Tokenizer) -> None:
     assert parsed.count(tokenizer.eos_id) == 1
     assert tokenizer.decode(parsed) == text and tokenizer.decode(parsed, skip_special=True) == "a  b"
     assert tokenizer.encode(text) == ids  # the switch does not stick
+
+
+def _definitions() -> dict[str, dict[str, Any]]:
+    """Tokenizers in whose vocabulary the end of text, "</s>", is a word that their model finds in a text."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("a", -2.0), ("b", -2.0), *((piece, -3.0) for piece in "</s>\u2581")]
+    unigram = Library(models.Unigram(pieces, unk_id=0))
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words = Library(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for library in (unigram, words):
+        library.add_special_tokens([AddedToken("<unk>"), AddedToken("</s>")])
+    trained = train_tokenizer(["aaaa"], vocab_size=300, special_tokens=["<unk>", "</s>"])
+    whole = json.loads(trained._definition)
+    whole["model"]["ignore_merges"] = True
+    whole["pre_tokenizer"]["use_regex"] = False
+    whole["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": " ?[^ ]+"}, "behavior": "Isolated", "invert": False},
+            whole["pre_tokenizer"],
+        ],
+    }
+    plain = Library.from_str(train_tokenizer(["aaaa"], vocab_size=300, special_tokens=["<unk>"])._definition)
+    plain.add_tokens([AddedToken("<tool>"), AddedToken("</s>")])  # not called special
+    texts = {"unigram": unigram, "words": words, "plain": plain}
+    return {"whole words": whole, **{name: json.loads(library.to_str()) for name, library in texts.items()}}
+
+
+@pytest.mark.parametrize("kind", ["unigram", "words", "whole words", "plain"])
+def test_c09_a_marker_that_is_a_word_of_the_vocabulary_stays_text(kind: str) -> None:
+    definition = _definitions()[kind]
+    tokenizer = Tokenizer(json.dumps(definition))
+    (end,) = (token["id"] for token in definition["added_tokens"] if token["content"] == "</s>")
+    assert tokenizer.eos_id == end and tokenizer.encode("</s>", parse_special=True)[-1] == end
+    for text in ("</s>", "a </s> b", "a </s></s>"):
+        ids = tokenizer.encode(text)
+        assert end not in ids
+        if kind != "words":  # whose words are but these
+            assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a b") == tokenizer.encode("a b", parse_special=True)  # what is text has the same ids
+    if kind == "plain":  # a word that the tokenizer itself looks for in text, and does not call special
+        assert tokenizer.encode("<tool>") == [tokenizer.token_id("<tool>")]
+    if kind == "words":
+        assert tokenizer.encode("c <unk>") == [0, 0]
+
+
+def test_a_word_that_text_makes_is_refused_as_its_own_end(tmp_path: Path) -> None:
+    """Where merges make the end of text, it cannot stay text: better an error than documents cut in two."""
+    trained = train_tokenizer(["stop stop stop"] * 5, vocab_size=280)
+    (word,) = (word for word in json.loads(trained._definition)["model"]["vocab"] if word == "stop")
+    tokenizer = Tokenizer(trained._definition, end_of_text=word)
+    (tmp_path / "c.jsonl").write_text('{"text": "go on"}\n{"text": "stop, and go on"}\n')
+    assert tokenizer.encode("stop") == [tokenizer.eos_id]
+    with pytest.raises(ValueError, match=r"makes 'stop', which ends documents, of the text .* 'stop, and go on'"):
+        tokenize_files([tmp_path / "c.jsonl"], tmp_path / "out", tokenizer=tokenizer)
+    assert not (tmp_path / "out").exists()
+    parsed = tokenize_files([tmp_path / "c.jsonl"], tmp_path / "out", tokenizer=tokenizer, parse_special=True).train
+    assert parsed.documents == 2
+
+
+def test_a_definition_that_cuts_or_pads_texts_does_neither(tokenizer: Tokenizer, texts: list[str]) -> None:
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_str(tokenizer._definition)
+    library.enable_truncation(4)
+    library.enable_padding(length=64)
+    short = Tokenizer(library.to_str())
+    for parse in (False, True):
+        for text in texts:
+            assert short.encode(text, parse_special=parse) == tokenizer.encode(text, parse_special=parse)
 
 
 def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer, texts: list[str]) -> None:

@@ -26,7 +26,7 @@ from kforge_data.order import Permutation
 from kforge_data.shards import TOKEN_DTYPES, token_dtype
 from kforge_data.sources import ENDLESS, RowBlock
 from kforge_data.streams import check_alike
-from kforge_data.tokenize import frame_documents
+from kforge_data.tokenize import Frame, encode_documents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -331,8 +331,7 @@ class _Lane:
             self._reading_at = (shard, document)
             if text:
                 found.append(text)
-        flat, lengths = source._tokenizer.encode_batch(found)
-        framed, lengths = frame_documents(flat, lengths, eos_id=source.eos_id, bos_id=source.bos_id)
+        framed, lengths = encode_documents(found, source._tokenizer, Frame(source.eos_id, source.bos_id))
         documents = np.split(framed.astype(source.dtype), np.cumsum(lengths)[:-1])
         if source.shuffle:
             key = Permutation(len(documents), seed=hash_seed(source.seed, "block", self._lane, *begin))

@@ -95,9 +95,7 @@ def tokenize_files(
         raise ValueError(f"heldout = {heldout} must be a share of documents from 0 up to, not including, 1")
     if workers < 0:
         raise ValueError(f"workers = {workers} must be 0 (encode in this process) or more")
-    frame = _Frame(
-        tokenizer.eos_id, None if begin_of_text is None else tokenizer.token_id(begin_of_text), parse_special
-    )
+    frame = Frame(tokenizer.eos_id, None if begin_of_text is None else tokenizer.token_id(begin_of_text), parse_special)
     out, files = Path(out), list_files(inputs)
     paths = [out / "train", out / "heldout"] if heldout else [out]
     options = {
@@ -213,7 +211,7 @@ class _Work:
         self._out, self._options, self._files, self._reading = out, options, files, reading
         self._writers, self.documents, self.noted = writers, documents, noted
 
-    def run(self, tokenizer: Tokenizer, frame: _Frame, heldout: float, workers: int, progress: Progress | None) -> None:
+    def run(self, tokenizer: Tokenizer, frame: Frame, heldout: float, workers: int, progress: Progress | None) -> None:
         new_bytes = tokens = 0
         try:
             for batch in _encode_batches(_batches(self._reading, heldout), tokenizer, frame, workers):
@@ -252,12 +250,12 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
     """What surrounds each document, and whether names of special tokens inside it count."""
 
     eos_id: int
     bos_id: int | None
-    parse_special: bool
+    parse_special: bool = False
 
 
 @dataclass(frozen=True)
@@ -309,7 +307,7 @@ def _describe(texts: list[str], heldout: float, reading: Reading) -> _TextBatch:
 
 
 def _encode_batches(
-    batches: Iterable[_TextBatch], tokenizer: Tokenizer, frame: _Frame, workers: int
+    batches: Iterable[_TextBatch], tokenizer: Tokenizer, frame: Frame, workers: int
 ) -> Iterator[_TokenBatch]:
     """Encode in order. A few batches are in flight at a time, so memory does not grow with the input."""
     pool: ThreadPoolExecutor | ProcessPoolExecutor
@@ -326,7 +324,7 @@ def _encode_batches(
                 if workers:
                     flying.append((batch, pool.submit(_encode_in_worker, batch.texts)))
                 else:
-                    flying.append((batch, pool.submit(_encode, batch.texts, tokenizer, frame)))
+                    flying.append((batch, pool.submit(encode_documents, batch.texts, tokenizer, frame)))
                 if len(flying) >= 2 * max(workers, 1):
                     yield _landed(*flying.popleft())
             while flying:
@@ -344,7 +342,7 @@ def _landed(batch: _TextBatch, future: Future[tuple[NDArray[np.uint32], NDArray[
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(tokenizer: Tokenizer, frame: _Frame) -> None:
+def _start_worker(tokenizer: Tokenizer, frame: Frame) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker.update(tokenizer=tokenizer, frame=frame)
@@ -359,12 +357,26 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    return _encode(texts, **_worker)
+    return encode_documents(texts, **_worker)
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer, frame: _Frame) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Ids of all texts laid end to end, each between its begin- and end-of-text tokens, and lengths with these."""
+def encode_documents(
+    texts: Sequence[str], tokenizer: Tokenizer, frame: Frame
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Ids of all texts laid end to end, each between its begin- and end-of-text tokens, and lengths with these.
+
+    ValueError where a text itself has such an id, and special tokens are not to be found in text: documents would be
+    cut in two.
+    """
     flat, lengths = tokenizer.encode_batch(texts, parse_special=frame.parse_special)
+    for what, number in (("ends", frame.eos_id), ("begins", frame.bos_id)):
+        if number is not None and not frame.parse_special and (found := np.flatnonzero(flat == number)).size:
+            text = texts[int(np.searchsorted(np.cumsum(lengths), found[0], side="right"))]
+            raise ValueError(
+                f"the tokenizer makes {tokenizer.decode([number])!r}, which {what} documents, of the text of one, "
+                f"which begins {text[:60]!r}; take another token for that (--end-of-text, --begin-of-text), or have such "
+                "tokens found in text (--parse-special)"
+            )
     return frame_documents(flat, lengths, eos_id=frame.eos_id, bos_id=frame.bos_id)
 
 

@@ -1,7 +1,7 @@
 """Byte-level BPE: train one, load one, and turn text into ids and back.
 
-The work is done by the `tokenizers` library; this module fixes what must not vary: text is encoded without adding or
-recognising special tokens, and a tokenizer is known by a fingerprint of its definition.
+The work is done by the `tokenizers` library; this module fixes what must not vary: text is encoded whole, without
+adding or recognising special tokens, and a tokenizer is known by a fingerprint of its definition.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +47,12 @@ class Tokenizer:
 
         try:
             content = json.loads(definition)
-            self._plain: _Library = Library.from_str(definition)
+            self._parsing: _Library = Library.from_str(definition)
         except Exception as error:  # the library raises bare Exception for what it cannot parse
             raise ValueError(f"not a tokenizer.json: {error}") from error
-        self._plain.encode_special_tokens = True  # their strings are text like any other
-        self._parsing: _Library | None = None
+        self._parsing.no_truncation()
+        self._parsing.no_padding()
+        self._plain: _Library | None = None
         self._definition = definition
         self._end_of_text = end_of_text
         # Of the parsed definition, so that neither white space nor a release of the library changes it.
@@ -102,17 +104,20 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Ids are 0..vocab_size-1, special tokens included."""
-        ids = self._plain.get_vocab(with_added_tokens=True).values()
+        ids = self._parsing.get_vocab(with_added_tokens=True).values()
         return 1 + max(ids, default=-1)
 
     @property
     def eos_id(self) -> int:
         """Id of the token that ends documents. ValueError if the tokenizer has none of a known name."""
-        for name in (self._end_of_text,) if self._end_of_text else _KNOWN_ENDS:
-            if (found := self._find(name)) is not None:
-                return found
+        if (name := self._end_name()) is not None:
+            return self.token_id(name)
         wanted = repr(self._end_of_text) if self._end_of_text else "one of " + ", ".join(_KNOWN_ENDS)
         raise ValueError(f"the tokenizer has no end-of-text token {wanted}; say which of its tokens ends a document")
+
+    def _end_name(self) -> str | None:
+        names = (self._end_of_text,) if self._end_of_text else _KNOWN_ENDS
+        return next((name for name in names if self._find(name) is not None), None)
 
     def token_id(self, token: str) -> int:
         """Id of a token by its name. ValueError if there is none of that name."""
@@ -121,14 +126,14 @@ class Tokenizer:
         return found
 
     def _find(self, token: str) -> int | None:
-        found = self._plain.token_to_id(token)
+        found = self._parsing.token_to_id(token)
         return None if found is None else int(found)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Ids of a text. Nothing is added at either end.
 
-        Strings that look like special tokens stay text, so that a document cannot forge control tokens;
-        `parse_special=True` turns them into the special ids instead.
+        The names of special tokens (those that the tokenizer.json calls so, and the end of text) stay text, so that a
+        document cannot forge control tokens; `parse_special=True` turns them into the special ids instead.
         """
         return next(self._encode([text], parse_special))
 
@@ -154,14 +159,46 @@ class Tokenizer:
 
         Bytes that are not UTF-8, as where a character is cut in two, become U+FFFD.
         """
-        return self._plain.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        return self._parsing.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def _library(self, parse_special: bool) -> _Library:
-        if not parse_special:
-            return self._plain
-        if self._parsing is None:  # a copy, as the switch belongs to the library's object
-            self._parsing = type(self._plain).from_str(self._definition)
-        return self._parsing
+        if parse_special:
+            return self._parsing
+        if self._plain is None:
+            self._plain = _deaf(self._definition, self._end_name())
+        return self._plain
+
+
+def _deaf(definition: str, end: str | None) -> _Library:
+    """The tokenizer of a definition for text in which nothing is a special token, with the same ids.
+
+    The library's own switch passes over special tokens where it cuts text up. A model finds them all the same if they
+    are words of its vocabulary (Unigram, WordLevel, BPE with ignore_merges), so there they get names that no text has.
+    """
+    from tokenizers import Tokenizer as Library
+
+    content = json.loads(definition)
+    added, model = content.get("added_tokens") or [], content.get("model") or {}
+    hidden = {token["content"] for token in added if token["special"] or token["content"] == end} | ({end} - {None})
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+    # A word that merges make, or are made of, is text beside its being special.
+    hidden -= {word for pair in pairs for word in (*pair, "".join(pair))} | {name for name in hidden if len(name) < 2}
+    secret = secrets.token_hex(16)
+    renamed = {name: f"{name}{secret}" for name in hidden}
+    for token in added:
+        if token["content"] in renamed:
+            token.update(content=renamed[token["content"]], special=True)
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {renamed.get(word, word): number for word, number in vocabulary.items()}
+    else:  # Unigram: [word, score] by number
+        model["vocab"] = [[renamed.get(word, word), score] for word, score in vocabulary]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    content.update(truncation=None, padding=None, post_processor=None)
+    library = Library.from_str(json.dumps(content))
+    library.encode_special_tokens = True  # their strings are text like any other
+    return library
 
 
 def _rebuild(definition: str, end_of_text: str | None) -> Tokenizer:
