@@ -4,6 +4,7 @@ import gc
 import weakref
 from functools import partial
 
+import mixture
 import pytest
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from kforge_parallel import offload_blocks, recompute_blocks
+from kforge_parallel import activation, offload_blocks, recompute_blocks
 from kforge_parallel.activation import operations_of
 from kforge_parallel.kept import Kept, keep
 
@@ -202,6 +203,56 @@ def test_random_numbers_after_a_kept_operation_are_the_same():
         block(x).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(gradients[1], gradients[0]) and torch.equal(gradients[2], gradients[0])
+
+
+class Wavering(nn.Module):
+    """A router whose sums come out a last bit different each time, as where threads add up in the order in which they
+    come. Between equal experts, that bit decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(mixture.EXPERTS, mixture.DIM, dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        order = torch.arange(mixture.EXPERTS, dtype=x.dtype)
+        return x @ self.weight.T + order * (1e-12 if self.calls % 2 else -1e-12)
+
+
+def gradients_of_wavering(mode, keep=("routing",)):
+    """Of a block with experts, and how often its router decided."""
+    block = mixture.Block(mixture.EXPERTS, range(mixture.EXPERTS)).double()
+    mixture.fill(block)
+    block.moe.router = Wavering()
+    recompute_blocks([block], mode, keep=keep)
+    x = torch.randn(2, 8, mixture.DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    block(x, torch.ones((), dtype=torch.float64)).square().sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())], block.moe.router.calls
+
+
+@pytest.mark.parametrize(("mode", "keep"), [("full", ("routing",)), ("selective", ("attention",))])
+def test_a_token_goes_to_the_experts_that_it_went_to(mode, keep, monkeypatch):
+    wanted, once = gradients_of_wavering("none")
+    got, twice = gradients_of_wavering(mode, keep)
+    assert (once, twice) == (1, 2)
+    assert off(got, wanted) < 1e-9
+    monkeypatch.setattr(activation, "has_experts", lambda block: False)  # planted: decisions are made again
+    assert off(gradients_of_wavering(mode, keep)[0], wanted) > 0.1
+
+
+def off(got, wanted):
+    """The largest difference of a tensor, of its largest value."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["full", "every", "selective", "attention"])
+def test_numbers_that_are_drawn_anew_are_found(mode, monkeypatch):
+    """The planted fault of `test_every_mode_gives_the_same_bits`."""
+    monkeypatch.setattr(activation, "checkpoint", partial(activation.checkpoint, preserve_rng_state=False))
+    wanted, got = measure("none")[0], measure(mode)[0]
+    assert not all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_kept_results_come_once_and_a_changed_one_is_found():

@@ -1,7 +1,8 @@
 """Activation recomputation: keep a part of what a block computes, and run the block again in backward for the rest.
 
 The module is not replaced: its ``forward`` is, so that no parameter changes its name and FSDP2's hooks stay outside
-of what is run again. Random numbers are drawn again as they were; routes of tokens to experts are kept (`Kept`).
+of what is run again. Random numbers are drawn again as they were. Which experts a token goes to is kept (`Kept`): a sum
+in another order could decide it otherwise, and then the gradient would be that of no forward.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kforge_parallel._torch import times_written
+from kforge_parallel.expert import has_experts
 from kforge_parallel.kept import Kept, Operations
 
 MODES = ("none", "full", "selective")
@@ -54,13 +56,15 @@ def recompute_blocks(
     again: Sequence[bool] | None = None,
     keep: Sequence[str] = KEEP,
     compiled: Sequence[nn.Module] = (),
+    in_parts: Sequence[nn.Module] = (),
 ) -> None:
     """Make blocks keep what ``mode`` says, in place: all (none), only their input (full), or their input and the
     outputs of the operations in ``keep`` (selective).
 
     again: for each block whether it is run again; the others keep all. None: all are.
     keep: words of `KINDS`, or operations such as "aten.mm".
-    compiled: the blocks that will each be compiled as one graph.
+    compiled: the blocks that will each be compiled as one graph. in_parts: those that are compiled already, as several
+    graphs; as nothing is seen inside of these, such a block with experts decides anew, by the same kernels.
 
     Raises ValueError for unknown words. In forward, a block that is run again and has changed one of its buffers is a
     ValueError: the buffer would be changed twice.
@@ -70,6 +74,7 @@ def recompute_blocks(
     if mode == "none":
         return
     operations = operations_of(keep) if mode == "selective" else frozenset()
+    routing = operations_of(("routing",))
     kinds = ("routes", "operations", *keep)
 
     def in_graph(call: Callable[..., Any], _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -79,7 +84,8 @@ def recompute_blocks(
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         before = {name: times_written(buffer) for name, buffer in block.named_buffers()}
-        out = checkpoint(call, *args, use_reentrant=False, context_fn=partial(_contexts, operations, kinds), **kwargs)
+        seen = operations | routing if id(block) in deciding else operations
+        out = checkpoint(call, *args, use_reentrant=False, context_fn=partial(_contexts, seen, kinds), **kwargs)
         for name, buffer in block.named_buffers():
             if times_written(buffer) != before.get(name):
                 raise ValueError(
@@ -89,6 +95,7 @@ def recompute_blocks(
         return out
 
     options: dict[str, Any] = {"context_fn": partial(_graph_contexts, operations)} if operations else {}
+    deciding = {id(b) for b in blocks if has_experts(b) and not any(b is one for one in in_parts)}
     for block in blocks if again is None else [one for one, chosen in zip(blocks, again, strict=True) if chosen]:
         wrap(block, in_graph if any(block is one for one in compiled) else run_again)
 

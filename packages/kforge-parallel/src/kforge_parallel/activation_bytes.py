@@ -88,7 +88,9 @@ def block_kept(s: Sizes, mixed: bool, config: ParallelConfig, axes: dict[str, in
     working = grads + 2 * t * b * d
     if mode == "none":
         return Kept(whole, whole, working)
-    kept = r * b * d + (slots * 24 + r * w * s.experts if mixed else 0)
+    kept = r * b * d
+    if mixed:  # the choice of experts: sorted scores, and not compiled their places too
+        kept += slots * 24 + r * (w if lean else w + 8) * s.experts
     if mode == "selective":
         keep = config.recompute_keep
         if "products" in keep:

@@ -278,6 +278,7 @@ def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh)
         again=config.run_again(len(blocks)),
         keep=config.recompute_keep,
         compiled=whole,
+        in_parts=mixed if config.compile else (),
     )
     compile_blocks(whole)
     if config.offload_activations:
