@@ -374,8 +374,8 @@ def encode_documents(
             text = texts[int(np.searchsorted(np.cumsum(lengths), found[0], side="right"))]
             raise ValueError(
                 f"the tokenizer makes {tokenizer.decode([number])!r}, which {what} documents, of the text of one, "
-                f"which begins {text[:60]!r}; take another token for that (--end-of-text, --begin-of-text), or have such "
-                "tokens found in text (--parse-special)"
+                f"which begins {text[:60]!r}; take another token for that (--end-of-text, --begin-of-text), or "
+                "have such tokens found in text (--parse-special)"
             )
     return frame_documents(flat, lengths, eos_id=frame.eos_id, bos_id=frame.bos_id)
 

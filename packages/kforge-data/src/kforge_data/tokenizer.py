@@ -179,7 +179,7 @@ def _deaf(definition: str, end: str | None) -> _Library:
 
     content = json.loads(definition)
     added, model = content.get("added_tokens") or [], content.get("model") or {}
-    hidden = {token["content"] for token in added if token["special"] or token["content"] == end} | ({end} - {None})
+    hidden: set[str] = {token["content"] for token in added if token["special"]} | ({end} if end else set())
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
     # A word that merges make, or are made of, is text beside its being special.
     hidden -= {word for pair in pairs for word in (*pair, "".join(pair))} | {name for name in hidden if len(name) < 2}
