@@ -23,6 +23,7 @@ TRAINING = {
     "1b": "1.2 B, fp32 weights",
     "1b-fp8": "1.2 B, fp32 weights, FP8 products",
     "8b": "8.0 B, split weights",
+    "8b-packed": "8.0 B, split weights, packed documents of 600 tokens on average",
     "8b-fp8": "8.0 B, split weights, FP8 products",
     "8b-32k": "8.0 B, split weights, one text of 32,768 tokens",
     "moe": "9.2 B in 24 layers of 8 experts, 2 a token, split weights",
