@@ -52,7 +52,8 @@ def test_other_kinds_have_a_line_each() -> None:
         Event("eval", 50, 0.0, values={"loss": 4.1, "perplexity": 60.34, "tokens": 65536.0}),
         Event("checkpoint", 50, 0.0, values={"seconds": 1.24}),
         Event("checkpoint", 50, 0.0, values={"seconds": 0.01, "background": True}),
-        Event("resume", 50, 0.0),
+        Event("resume", 50, 0.0, values={"checkpoint": 50}),
+        Event("resume", 50, 0.0, values={"checkpoint": 48}),
         Event("skip", 51, 0.0, values={"reason": "step 51: loss is nan on rank 1; skipped on all ranks"}),
         Event("mine", 52, 0.0, values={"x": 1.5, "text": "y", "config": {"long": 1}}),
         total_steps=100,
@@ -64,6 +65,7 @@ def test_other_kinds_have_a_line_each() -> None:
         "[ 50/100] checkpoint saved in 1.2 s",
         "[ 50/100] checkpoint taken in 0.0 s, being written in the background",
         "[ 50/100] resumed from step 50",
+        "[ 50/100] resumed from step 50 checkpoint=48",
         "[ 51/100] skip: step 51: loss is nan on rank 1; skipped on all ranks",
         "[ 52/100] mine x=1.5 text=y",
     ]

@@ -144,7 +144,9 @@ def _say_checkpoint(event: Event, total_steps: int) -> str:
 
 
 def _say_resume(event: Event, total_steps: int) -> str:
-    return f"resumed from step {event.step}" + _rest(event.values)
+    said_already = event.values.get("checkpoint") == event.step
+    values = {key: value for key, value in event.values.items() if key != "checkpoint" or not said_already}
+    return f"resumed from step {event.step}" + _rest(values)
 
 
 def _say_start(event: Event, total_steps: int) -> str:
