@@ -14,6 +14,7 @@ import torch
 from stateful import Box
 
 from kforge_ckpt import Checkpointer, CheckpointError, CkptConfig, commit, files, retrying
+from kforge_ckpt.damage import Damage
 from kforge_ckpt.files import entries, place
 from kforge_ckpt.mirror import Mirror
 from kforge_ckpt.retention import Retention, read_scores
@@ -211,7 +212,7 @@ def test_damaged_scores_of_a_folder_keep_all_copies(s3: Any, tmp_path: Path, cap
     url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
     save(folder, url, 1, 2, keep_last=2)
     (folder / "scores.json").write_text("{")
-    mirror = Mirror(folder, place(url), Retention(last=1, best=1), lambda *_, **__: None)
+    mirror = Mirror(folder, place(url), Retention(last=1, best=1), lambda *_, **__: None, Damage(folder))
     Checkpointer(folder, keep_last=3).save(3, {"box": box(3)})
     mirror.close()
     assert list(commit.committed(place(url))) == [1, 2, 3] and "no copy in" in caplog.text

@@ -31,12 +31,17 @@ from kforge_ckpt.retention import Retention, read_scores, write_scores
         ({"last": 1, "best": 1}, {"scores": {10: None, 20: 1.0, 30: 2.0}}, [10, 20, 90]),
         ({"last": 1, "best": 1, "metric": "accuracy"}, {"scores": {10: 1.0}}, [90]),
         ({"last": 1}, {"protect": [50]}, [50, 90]),
+        ({"last": 2}, {"damaged": {90, 70}.__contains__}, [60, 70, 80, 90]),
+        ({"last": 2}, {"damaged": {60}.__contains__}, [80, 90]),
+        ({"last": 1}, {"damaged": {90}.__contains__, "temporary": [80, 90]}, [70, 80, 90]),
+        ({"last": 1, "best": 1}, {"damaged": {20, 40}.__contains__, "scores": {20: 1.0, 30: 2.0, 40: 3}}, [20, 30, 90]),
     ],
 )
 def test_each_rule(rules: dict[str, Any], more: dict[str, Any], kept: list[int]) -> None:
     steps = range(0, 100, 10)
     if "scores" in more:
-        more = {"scores": {step: None if value is None else {"loss": value} for step, value in more["scores"].items()}}
+        scores = {step: None if value is None else {"loss": value} for step, value in more["scores"].items()}
+        more = {**more, "scores": scores}
     gone = Retention(**rules).expendable(steps, **more)
     assert [step for step in steps if step not in gone] == kept
 
@@ -75,6 +80,32 @@ def test_no_rule_deletes_what_another_keeps(
         if rule.keys() != {"last"}:
             kept -= set(sorted(steps - temporary)[-1:]) | set(sorted(steps)[-1:])
         assert not gone & kept, rule
+
+
+@settings(deadline=None)
+@given(
+    st.sets(st.integers(0, 50)),
+    st.sets(st.integers(0, 50)),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.integers(0, 3),
+    st.sets(st.integers(0, 50)),
+    st.dictionaries(st.integers(0, 50), st.floats(allow_nan=True)),
+)
+def test_whole_ones_are_kept_as_if_the_damaged_were_not_there(
+    steps: set[int],
+    damaged: set[int],
+    last: int,
+    every: int,
+    best: int,
+    temporary: set[int],
+    scores: dict[int, float],
+) -> None:
+    more: dict[str, Any] = {"temporary": temporary, "scores": {step: {"loss": value} for step, value in scores.items()}}
+    rules = Retention(last=last, every=every, best=best)
+    gone = set(rules.expendable(steps, damaged=damaged.__contains__, **more))
+    assert gone - damaged == set(rules.expendable(steps - damaged, **more))
+    assert gone <= set(rules.expendable(steps, **more)), "damage deletes nothing more"
 
 
 def test_numbers_that_cannot_be() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from kforge_ckpt import commit
 from kforge_ckpt.background import Background
+from kforge_ckpt.damage import Damage
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
 from kforge_ckpt.files import FileRecord, Place, place, write_file
 from kforge_ckpt.fitting import Fit
@@ -140,7 +141,7 @@ class Checkpointer:
         self._ranks_now: Ranks | None = None
         self._ranks_then: Ranks | None = None
         self._agreement = Agreement(threads)
-        self._damaged: set[int] = set()
+        self._damage = Damage(self.dir)
         self._lock: FolderLock | Lease | None = None
         self._abandoned: weakref.finalize[..., Any] | None = None
         self._saving = Background()
@@ -148,7 +149,9 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._memory: HostMemory | None = None
         self._processes: dict[int, WriterProcess] = {}
-        self._mirror = None if self.remote is None else Mirror(self.dir, self.remote, self.keep, self._tell)
+        self._mirror: Mirror | None = None
+        if self.remote is not None:
+            self._mirror = Mirror(self.dir, self.remote, self.keep, self._tell, self._damage)
 
     # What is there.
 
@@ -247,10 +250,9 @@ class Checkpointer:
         self._memory_for(list(chain(*files))).reserve_ahead(room_for(files))
 
     def _there(self, step: int) -> bool:
-        """Whether a step is committed; one that this run found damaged is put out of the way."""
+        """Whether a step is committed; one that is damaged is put out of the way."""
         found = commit.committed(self.dir)
-        if step in found and step in self._damaged:
-            self._damaged.discard(step)
+        if step in found and self._damage(step):
             logger.warning("%s is damaged, and now %s", found[step], commit.put_by(self.dir, found[step], "damaged"))
             return False
         return step in found
@@ -351,8 +353,10 @@ class Checkpointer:
         """After the commit, on rank 0. The checkpoint exists: what fails here is told, and is no reason to stop."""
         seconds = time.perf_counter() - job.started
         try:
+            self._damage.tell(job.step, False)
             found = commit.committed(self.dir)
-            if later := sorted(step for step in found if step > job.step and step not in self._damaged):
+            later = [step for step in found if step > job.step and not self._damage(step)]
+            if later:
                 logger.warning(
                     "step %d is saved, but a restore takes step %d, which is in %s too: to go on from an earlier step, "
                     "remove the later ones first (kforge-ckpt rm), or save to another folder",
@@ -361,7 +365,7 @@ class Checkpointer:
                     self.dir,
                 )
             self._tell("checkpoint_saved", step=job.step, seconds=seconds, bytes=size, path=str(found[job.step]))
-            commit.point_latest(self.dir, found[max(found)])
+            commit.point_latest(self.dir, found[max([job.step, *later])])
             aside = self._put_aside(found, job.step)
         except (OSError, CheckpointError) as error:
             logger.warning("step %d is committed, but tidying up %s failed: %s", job.step, self.dir, error)
@@ -374,7 +378,8 @@ class Checkpointer:
         temporary = [step for step, folder in found.items() if commit.is_temporary(folder)]
         scores = mended_scores(self.dir, found) if self.keep.best else None
         waiting = set() if self._mirror is None else self._mirror.waiting(found)
-        old = self.keep.expendable(found, temporary=temporary, scores=scores, protect={saved, *waiting})
+        protect = {saved, *waiting}
+        old = self.keep.expendable(found, temporary=temporary, scores=scores, protect=protect, damaged=self._damage)
         return [(step, commit.put_aside(self.dir, found[step])) for step in old]
 
     def _delete(self, aside: list[tuple[int, Place]]) -> None:
@@ -477,8 +482,7 @@ class Checkpointer:
             try:
                 self._restore(ranks, states, chosen, folder, verify == "full", fit or Fit(), accept)
             except DamagedCheckpointError as error:
-                if not away:
-                    self._damaged.add(chosen)
+                (self._mirror.damage if away and self._mirror is not None else self._damage).tell(chosen, True)
                 if (chosen, away, name) == found[-1]:
                     raise
                 if ranks.rank == 0:

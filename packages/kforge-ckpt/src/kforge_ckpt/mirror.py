@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from kforge_ckpt import commit
+from kforge_ckpt.damage import Damage
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
 from kforge_ckpt.files import Block, Place, entries, write_file
 from kforge_ckpt.lease import Lease
@@ -57,13 +58,20 @@ def _blocks(path: Place) -> Iterator[Block]:
 
 class Mirror:
     """Copies what is committed in ``root`` to ``target``, the oldest first, on a thread that ends when nothing is left,
-    and deletes there what ``keep`` does not keep. A process does not end before that."""
+    and deletes there what ``keep`` does not keep. A process does not end before that.
 
-    def __init__(self, root: Place, target: Place, keep: Retention, tell: Callable[..., None]) -> None:
+    ``damage_here`` is of ``root``, `damage` of ``target``.
+    """
+
+    def __init__(
+        self, root: Place, target: Place, keep: Retention, tell: Callable[..., None], damage_here: Damage
+    ) -> None:
         self.root = root
         self.target = target
         self.keep = keep
         self._tell = tell
+        self.damage = Damage(target)
+        self._damage_here = damage_here
         self._settled: set[int] = set()
         self._held: FolderLock | Lease | None = None
         self._guard = threading.Lock()
@@ -123,24 +131,31 @@ class Mirror:
                 folder = copy_into(source, self.target, self._held)
             except DamagedCheckpointError as error:
                 commit.logger.error("step %d is not copied: %s", step, error)
+                self._damage_here.tell(step, True)
             else:
+                self.damage.tell(step, False)
                 self._tell("checkpoint_copied", step=step, path=str(folder))
                 self._tidy(step)
-            self._settled.add(step)
 
     def _next(self) -> int | None:
-        """The oldest step that is here and not there, of those that would be kept there."""
+        """The oldest step that is here, whole, and not there, of those that would be kept there."""
         here, there = commit.committed(self.root), commit.committed(self.target)
-        self._settled |= here.keys() & there.keys()
         passing = [step for step, folder in here.items() if commit.is_temporary(folder)]
-        self._settled |= set(self._old({*here, *there}, passing, [])) & here.keys()
+
+        def damaged(step: int) -> bool:
+            return self.damage(step) if step in there else self._damage_here(step)
+
+        old = self._old({*here, *there}, passing, [], damaged)
+        self._settled = {step for step in here if step in there or step in old or self._damage_here.known(step)}
         return min(here.keys() - self._settled, default=None)
 
-    def _old(self, steps: Iterable[int], passing: list[int], protect: list[int]) -> list[int]:
+    def _old(
+        self, steps: Iterable[int], passing: list[int], protect: list[int], damaged: Callable[[int], bool]
+    ) -> list[int]:
         scores = self._scores() if self.keep.best else {}
         if scores is None:
             return []
-        return self.keep.expendable(steps, temporary=passing, scores=scores, protect=protect)
+        return self.keep.expendable(steps, temporary=passing, scores=scores, protect=protect, damaged=damaged)
 
     def _scores(self) -> Scores | None:
         """The scores of here, and of steps that this host has not (it was bare, say) those of there. None, told of,
@@ -159,5 +174,5 @@ class Mirror:
         if SCORES in entries(self.root) and (scores := self._scores()) is not None:
             write_scores(self.target, scores)
         passing = [step for step, folder in there.items() if commit.is_temporary(folder)]
-        for old in self._old(there, passing, [step]):
+        for old in self._old(there, passing, [step], self.damage):
             commit.remove(commit.put_aside(self.target, there[old]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError
@@ -21,8 +21,8 @@ Scores = dict[int, dict[str, float] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Rules by which checkpoints are kept. The highest step is kept always. Raises ValueError for numbers that cannot
-    be."""
+    """Rules by which checkpoints are kept. The highest step is kept always, and the highest that is not damaged. Raises
+    ValueError for numbers that cannot be."""
 
     last: int = 3
     """How many of the highest steps; at least 1. Temporary ones do not count."""
@@ -55,20 +55,25 @@ class Retention:
         temporary: Iterable[int] = (),
         scores: Mapping[int, Mapping[str, float] | None] | None = None,
         protect: Iterable[int] = (),
+        damaged: Callable[[int], bool] = lambda step: False,
     ) -> list[int]:
         """Of the ``steps`` that are there, those that may be deleted, ascending.
 
         temporary: steps of them that are of use until there is a higher one, unless a rule keeps them.
         scores: step -> metric -> value, for the best ones; of equal ones the later, and those
             whose scores were lost, which may be among the best. protect: kept whatever the rules.
+        damaged: whether a step is. It is kept as if it were not, but where a rule counts, others are kept in its stead.
         """
         ordered = sorted(set(steps))
         passing = set(temporary)
-        kept = {*ordered[-1:], *[step for step in ordered if step not in passing][-self.last :], *protect, *self.steps}
+        lasting = [step for step in reversed(ordered) if step not in passing]
+        kept = {*ordered[-1:], *protect, *self.steps}
+        kept.update(_first(1, reversed(ordered), damaged))
+        kept.update(_first(self.last, lasting, damaged))
         kept.update(step for step in ordered if self.every and step % self.every == 0)
         kept.update(step for step in ordered if self._doubles(step))
         if self.best:
-            kept.update(self._best(ordered, scores or {}))
+            kept.update(self._best(ordered, scores or {}, damaged))
         return [step for step in ordered if step not in kept]
 
     def _doubles(self, step: int) -> bool:
@@ -77,11 +82,24 @@ class Retention:
         times = step // self.doubling_from
         return times > 0 and times & (times - 1) == 0
 
-    def _best(self, ordered: list[int], scores: Mapping[int, Mapping[str, float] | None]) -> list[int]:
+    def _best(
+        self, ordered: list[int], scores: Mapping[int, Mapping[str, float] | None], damaged: Callable[[int], bool]
+    ) -> list[int]:
         lost = [step for step in ordered if scores.get(step, {}) is None]
         told = [(values[self.metric], step) for step in ordered if self.metric in (values := scores.get(step) or {})]
         known = [(value if self.highest else -value, step) for value, step in told if not math.isnan(value)]
-        return [*lost, *(step for _, step in sorted(known)[-self.best :])]
+        return [*lost, *_first(self.best, [step for _, step in sorted(known, reverse=True)], damaged)]
+
+
+def _first(count: int, steps: Iterable[int], damaged: Callable[[int], bool]) -> list[int]:
+    """The first ``count`` of ``steps`` that are not damaged, and the damaged ones before and between them."""
+    found: list[int] = []
+    for step in steps:
+        if not count:
+            break
+        found.append(step)
+        count -= not damaged(step)
+    return found
 
 
 def read_scores(root: Place) -> Scores:

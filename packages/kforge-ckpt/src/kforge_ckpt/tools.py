@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kforge_ckpt import commit, state
+from kforge_ckpt.damage import Damage
 from kforge_ckpt.errors import CheckpointError, DamagedCheckpointError, StateMismatchError
 from kforge_ckpt.files import FileRecord, Place, place
 from kforge_ckpt.lock import lock
@@ -212,22 +213,26 @@ def copy(where: str | Place, root: Place) -> Place:
 
 
 def _point_latest(root: Place) -> None:
-    found = commit.committed(root)
+    found, damaged = commit.committed(root), Damage(root)
     if found:
-        commit.point_latest(root, found[max(found)])
+        newest = sorted(found, reverse=True)
+        commit.point_latest(root, found[next((step for step in newest if not damaged(step)), newest[0])])
     else:
         (root / commit.LATEST).unlink(missing_ok=True)
 
 
 def remove(root: Place, steps: Sequence[int], *, all_of_them: bool = False) -> None:
     """Delete committed checkpoints. Raises CheckpointError, before any is deleted, for a step that is not there, and
-    for the last ones of the folder unless ``all_of_them``."""
+    for the last ones of the folder, or the last that are whole, unless ``all_of_them``."""
     found = commit.committed(root)
     for step in steps:
         if step not in found:
             raise CheckpointError(f"{root} holds no committed checkpoint of step {step}; there are {_list(found)}")
-    if found.keys() <= set(steps) and not all_of_them:
+    left, damaged = found.keys() - set(steps), Damage(root)
+    if not left and not all_of_them:
         raise CheckpointError(f"{root} would hold no checkpoint any more; say --all if that is meant")
+    if not all_of_them and all(map(damaged, left)) and not all(map(damaged, steps)):
+        raise CheckpointError(f"{root} would hold none that is whole, only {_list(left)}; say --all if that is meant")
     with lock(root):
         for step in dict.fromkeys(steps):
             commit.remove(commit.put_aside(root, found[step]))
