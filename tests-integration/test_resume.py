@@ -63,6 +63,27 @@ def test_two_deterministic_runs_have_the_same_bits(tokens, tmp_path, kind):
     assert seen[0] == seen[1] and len(seen[0][0]) == 6
 
 
+def train_backwards(rank, world, config):
+    """As `train`, with the microbatches of a step taken from the last to the first: the same sums in another order."""
+    from kforge_train.engine import PlainEngine
+
+    forward_backward = PlainEngine.forward_backward
+    PlainEngine.forward_backward = lambda self, window, scale: forward_backward(self, window[::-1], scale)
+    return train(rank, world, config)
+
+
+def test_sums_in_another_order_have_other_bits(tokens, tmp_path):
+    """The planted fault of the test above: what it compares tells the orders of sums apart."""
+    options = {"train__steps": 6, "train__deterministic": True, "parallel__precision": "fp32"}
+    seen = []
+    for name, run in (("one", train), ("other", train_backwards)):
+        config = job(tokens, tmp_path / name, **options, data__microbatch_rows=1)
+        assert run_ranks(run, 2, config, init=False) == [0, 0]
+        seen.append([values(tmp_path / name, what) for what in ("loss", "grad_norm")])
+    assert seen[0] != seen[1]
+    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-4)
+
+
 def train_eagerly(rank, world, config):
     """As `train`; what is compiled is so without a compiler of C++."""
     from functools import partial

@@ -1,10 +1,13 @@
 """Estimates against numbers counted by hand, and against ranks of a model that is not kforge's."""
 
+import functools
+from dataclasses import replace
+
 import mixture
 import pytest
 import torch
 
-from kforge_parallel import ParallelConfig, Work, estimate_layout, parameters_of
+from kforge_parallel import ParallelConfig, Work, estimate_layout, parameters_of, weight_bytes
 from kforge_parallel.activation_bytes import in_flight
 from kforge_testing import run_ranks
 
@@ -176,13 +179,67 @@ def bytes_of(rank, world, options):
     "options", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 4}, {"tp": 2, "dp_shard": 2, "ep": 2}]
 )
 def test_a_model_of_another_kind_is_counted_exactly(options):
+    assert miscounted(tuple(options.items())) == set()
+
+
+@functools.cache
+def there(options):
+    """`bytes_of` of every rank."""
+    return run_ranks(bytes_of, 4, dict(options), init=False)
+
+
+def miscounted(options):
+    """The parts that an estimate has wrong by a byte or more, on any rank."""
     with torch.device("meta"):
         listed = parameters_of(mixture.four())
     shape = {"vocab_size": 12, "dim": 6, "n_layers": 2, "n_heads": 2, "n_experts": 4}
-    config = ParallelConfig(precision="fp32", **options)
-    for rank, found in enumerate(run_ranks(bytes_of, 4, options, init=False)):
+    config, wrong = ParallelConfig(precision="fp32", **dict(options)), set()
+    for rank, found in enumerate(there(options)):
         e = estimate_layout(shape, config, 4, Work(row_tokens=8), rank=rank, parameters=listed)
-        assert [e.parameters, e.gradients, e.moments] == found
+        told = {"parameters": e.parameters, "gradients": e.gradients, "moments": e.moments}
+        wrong |= {part for part, size in zip(told, found, strict=True) if told[part] != size}
+    return wrong
+
+
+def forget(monkeypatch, **less):
+    """Let what a rank holds lack some bytes."""
+    whole = weight_bytes._hold
+    monkeypatch.setattr(
+        weight_bytes,
+        "_hold",
+        lambda *args: replace(held := whole(*args), **{part: getattr(held, part) - n for part, n in less.items()}),
+    )
+
+
+def shards_rounded_down(monkeypatch):
+    def even(shape, shards):
+        shape[0] -= shape[0] % shards
+        return 0
+
+    monkeypatch.setattr(weight_bytes, "shard_dim", even)
+
+
+EXPERTS_ON_FOUR = (("tp", 2), ("dp_shard", 2), ("ep", 2))
+PLANTED = {
+    "the gradient of a norm": (lambda m: forget(m, gradients=4 * mixture.DIM // 2), {"gradients"}),
+    "one number of a moment": (lambda m: forget(m, state=4), {"moments"}),
+    "rows that are left over": (shards_rounded_down, {"parameters", "gradients", "moments"}),
+    "which expert is here": (
+        lambda m: m.setattr(weight_bytes, "expert_shard", lambda axes: 4),
+        {"parameters", "gradients", "moments"},
+    ),
+    "where a weight is cut": (
+        lambda m: m.setattr(weight_bytes, "CUT_ALONG", {**weight_bytes.CUT_ALONG, "rowwise": None}),
+        {"parameters", "gradients", "moments"},
+    ),
+}
+
+
+@pytest.mark.parametrize("forgotten", PLANTED)
+def test_what_is_forgotten_is_found(monkeypatch, forgotten):
+    plant, parts = PLANTED[forgotten]
+    plant(monkeypatch)
+    assert miscounted((("dp_shard", 4),) if "left over" in forgotten else EXPERTS_ON_FOUR) == parts
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

@@ -9,8 +9,9 @@ import torch.distributed as dist
 import toy
 from comparable import Split
 
-from kforge_parallel import ParallelConfig, check_rank
+from kforge_parallel import ParallelConfig, build, check_rank, expert, fake
 from kforge_parallel.cli import main
+from kforge_parallel.weight_bytes import hold
 from kforge_testing import run_ranks
 
 
@@ -67,6 +68,40 @@ def test_a_model_may_say_some_of_its_sizes():
         shape: ClassVar = {"n_kv_heads": 1}  # all that tensor parallelism asks for
 
     assert check_rank(Grouped, ParallelConfig(), 4, 3).shapes == check_rank(toy.Toy, ParallelConfig(), 4, 3).shapes
+
+
+def not_dealt_out(monkeypatch):
+    """Every rank of ep keeps all experts."""
+    monkeypatch.setattr(expert, "cut", lambda parameter, mesh, placement: parameter)
+
+
+def not_sharded(monkeypatch):
+    monkeypatch.setattr(build, "shard", lambda *args, **kw: None)
+
+
+class Sized(toy.Staged):
+    shape: ClassVar = {"vocab_size": 11, "dim": 6, "n_layers": 5, "n_heads": 2}
+
+
+def counted_on_the_other_stage(monkeypatch):
+    monkeypatch.setattr(fake, "hold", lambda model, config, axes, work, rank: hold(model, config, axes, work, rank ^ 2))
+
+
+@pytest.mark.parametrize(
+    ("plant", "model", "options", "told"),
+    [
+        (not_dealt_out, mixture.Model, {"dp_shard": 4, "ep": 2}, r"holds layers\.0\.moe\.experts"),
+        (not_sharded, toy.Toy, {"dp_shard": 4}, r"holds embed\.weight as \(11, 6\), and estimates count \(3, 6\)"),
+        (counted_on_the_other_stage, Sized, {"pp": 2, "dp_shard": 2}, "bytes of weights, and estimates count"),
+    ],
+)
+def test_a_rank_that_holds_something_else_is_found(monkeypatch, plant, model, options, told):
+    config = ParallelConfig(precision="fp32", **options)
+    check_rank(model, config, 4, 1)
+    plant(monkeypatch)
+    with pytest.raises(RuntimeError, match=told):
+        check_rank(model, config, 4, 1)
+    assert not dist.is_initialized()
 
 
 def test_the_command(capsys):
