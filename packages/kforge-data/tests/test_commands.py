@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kforge_data import MegatronTokens, Mixture, TokenFiles, Tokenizer, TokenShards, open_tokens, verify_shards
+from kforge_data import (
+    MegatronTokens,
+    Mixture,
+    TokenFiles,
+    Tokenizer,
+    TokenShards,
+    open_tokens,
+    train_tokenizer,
+    verify_shards,
+)
 from kforge_data.cli import main
 
 Make = Callable[..., TokenShards]
@@ -76,6 +85,65 @@ def test_convert_to_text(words: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["convert", str(words), "--to", "txt", "--out", text]) == 2
     assert "takes the tokenizer" in capsys.readouterr().err
     assert not Path(text).exists() and not Path(text + ".partial").exists()
+
+
+@pytest.mark.parametrize("vocab_size", [300, 1 << 16, 100_000])
+def test_convert_from_any_to_any(vocab_size: int, make_shards: Make, tmp_path: Path) -> None:
+    """Over several shards: the same tokens in the same documents."""
+    rng = np.random.default_rng(vocab_size)
+    documents = [[*rng.integers(1, vocab_size, n).tolist(), 0] for n in (1, 40, 0, 7, 300, 2)]
+    documents[1][0] = vocab_size - 1
+    shards = make_shards(documents, name="begin", vocab_size=vocab_size, eos_id=0, bos_id=None, shard_tokens=50)
+    kind, saying = shards.dtype.name, ["--eos-id", "0", "--vocab-size", str(vocab_size)]
+    formats = {"n": ("npy", "t.npy"), "b": ("bin", "t.bin"), "m": ("megatron", "t.idx"), "s": ("shards", "t")}
+    place, options = shards.path, list[str]()
+    for step, letter in enumerate("nbnmnsbmbsmsn"):  # each to each other
+        to, name = formats[letter]
+        out = tmp_path / str(step) / name
+        assert main(["convert", str(place), "--to", to, "--out", str(out), *options]) == 0
+        place, options = out, [] if to == "shards" else saying + (["--dtype", kind] if to == "bin" else [])
+        stream = open_tokens(place, dtype=kind if to == "bin" else "", eos_id=0, vocab_size=vocab_size)
+        assert [stream.document(n).tolist() for n in range(stream.documents)] == documents, step
+
+
+def test_convert_to_text_refuses_what_is_no_whole_text(
+    make_shards: Make, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.save(tmp_path / "t.json")
+    half, mark = tokenizer.encode("\U0001f999")[:2], tokenizer.encode("\ufffd")
+    options = {"vocab_size": tokenizer.vocab_size, "eos_id": 0, "tokenizer": tokenizer.fingerprint}
+    for name, ids, code in (("half", half, 2), ("mark", mark, 0)):
+        shards = make_shards([[5, 0], [*ids, 0]], name=name, **options)
+        words = ["--to", "jsonl", "--tokenizer", str(tmp_path / "t.json"), "--out", str(tmp_path / f"{name}.jsonl")]
+        assert main(["convert", str(shards.path), *words]) == code
+        assert (tmp_path / f"{name}.jsonl").exists() == (code == 0)
+    assert "document 1 of" in (error := capsys.readouterr().err) and "no whole text" in error
+
+
+def test_what_begins_documents_is_kept(tmp_path: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """By `dedup` and `convert`, and it is no text."""
+    tokenizer = train_tokenizer(texts, vocab_size=300, special_tokens=["<|endoftext|>", "<|begin|>"])
+    tokenizer.save(tmp_path / "t.json")
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n{"text": "bc"}\n{"text": "a"}\n')
+    with_tokenizer = ["--tokenizer", str(tmp_path / "t.json")]
+    places = [str(tmp_path / name) for name in ("words", "once", "again", "back.jsonl")]
+    made = [*with_tokenizer, "--begin-of-text", "<|begin|>", "--out", places[0], "--quiet"]
+    assert main(["tokenize", str(tmp_path / "c.jsonl"), *made]) == 0
+    assert main(["dedup", places[0], "--out", places[1], *with_tokenizer]) == 0
+    assert main(["convert", places[1], "--out", places[2], "--to", "shards"]) == 0
+    for place in places[:3]:
+        assert TokenShards(place).index.bos_id == 1 and verify_shards(place) == []
+    assert TokenShards(places[1]).text_bytes == TokenShards(places[2]).text_bytes == 3
+    assert main(["convert", places[2], "--out", places[3], "--to", "jsonl", *with_tokenizer]) == 0
+    assert Path(places[3]).read_text() == '{"text": "a"}\n{"text": "bc"}\n'
+    assert main(["convert", places[0], "--out", str(tmp_path / "m.idx"), "--to", "megatron"]) == 0
+    assert main(["convert", str(tmp_path / "m.idx"), "--out", str(tmp_path / "plain"), "--to", "shards"]) == 0
+    capsys.readouterr()
+    index = json.loads((tmp_path / "plain" / "index.json").read_text())
+    index.update(eos_id=0, tokenizer=tokenizer.fingerprint, vocab_size=300)
+    (tmp_path / "plain" / "index.json").write_text(json.dumps(index))
+    assert main(["dedup", places[0], str(tmp_path / "plain"), "--out", str(tmp_path / "no")]) == 2
+    assert "has bos_id None" in capsys.readouterr().err
 
 
 def test_convert_refuses_what_would_lose_boundaries(

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from kforge_data.duplicates import documents_of
+from kforge_data.duplicates import begin_of, documents_of, text_tokens
 from kforge_data.megatron import pair_of, write_megatron
 from kforge_data.shard_writer import ShardWriter
 from kforge_data.shards import TOKEN_DTYPES, token_dtype
@@ -116,7 +116,7 @@ def _write_shards(stream: TokenStream, out: Path, shard_tokens: int, overwrite: 
         vocab_size=stream.vocab_size,
         tokenizer=stream.tokenizer,
         eos_id=stream.eos_id,
-        bos_id=index.bos_id if index else None,
+        bos_id=begin_of(stream),
         shard_tokens=shard_tokens,
         overwrite=overwrite,
         meta={"converted": stream.name},
@@ -137,12 +137,15 @@ def _write_shards(stream: TokenStream, out: Path, shard_tokens: int, overwrite: 
 
 
 def _write_text(stream: TokenStream, out: Path, tokenizer: Tokenizer, *, lines: bool) -> None:
-    bos_id = getattr(getattr(stream, "index", None), "bos_id", None)
     with _whole(out) as file:
-        for i, tokens in enumerate(documents_of(stream)):
-            begin = int(bos_id is not None and tokens[0] == bos_id)
-            end = len(tokens) - int(tokens[-1] == stream.eos_id)
-            text = tokenizer.decode(tokens[begin:end])
+        for i, framed in enumerate(documents_of(stream)):
+            tokens = text_tokens(stream, framed)
+            text = tokenizer.decode(tokens)
+            if "\ufffd" in text and tokenizer.encode(text) != tokens.tolist():
+                raise ValueError(
+                    f"document {i} of {stream.name} holds bytes that are no whole text; write another format, which "
+                    "keeps its tokens"
+                )
             if lines:
                 if "\n" in text or "\r" in text:
                     raise ValueError(f"document {i} of {stream.name} has several lines; write jsonl, which keeps them")

@@ -36,6 +36,20 @@ def documents_of(stream: TokenStream) -> Iterator[NDArray[np.unsignedinteger]]:
                 yield tokens[begin:end]
 
 
+def begin_of(stream: TokenStream) -> int | None:
+    """The id that begins each document; None if none does, or nobody wrote it down."""
+    found: int | None = getattr(getattr(stream, "index", None), "bos_id", None)
+    return found
+
+
+def text_tokens(stream: TokenStream, tokens: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Those of the tokens of a document that stand for its text: without what begins and ends it."""
+    bos_id = begin_of(stream)
+    begin = int(bos_id is not None and len(tokens) > 0 and tokens[0] == bos_id)
+    end = len(tokens) - int(len(tokens) > begin and tokens[-1] == stream.eos_id)
+    return tokens[begin:end]
+
+
 def duplicate_documents(streams: Sequence[TokenStream]) -> NDArray[np.bool_]:
     """Which documents of these streams, one after the other [D], equal an earlier one. 16 bytes of memory a document.
 
@@ -68,15 +82,16 @@ def write_deduplicated(
     """Write the documents of these streams as token shards, in order, each of equal ones once.
 
     Bytes of text are counted with the tokenizer that made the tokens; without one they are not known afterwards.
-    ValueError for streams of different vocabularies, tokenizers or ends of documents.
+    ValueError for streams of different vocabularies, tokenizers, or tokens that begin and end documents.
     """
     first = streams[0]
     for other in streams[1:]:
-        for what in ("vocab_size", "tokenizer", "eos_id"):
-            if getattr(other, what) != getattr(first, what):
+        pairs = {what: (getattr(other, what), getattr(first, what)) for what in ("vocab_size", "tokenizer", "eos_id")}
+        pairs["bos_id"] = begin_of(other), begin_of(first)
+        for what, (here, there) in pairs.items():
+            if here != there:
                 raise ValueError(
-                    f"{other.name} has {what} {getattr(other, what)}, {first.name} has {getattr(first, what)}; they "
-                    "cannot lie in one set"
+                    f"{other.name} has {what} {here}, {first.name} has {there}; they cannot lie in one set"
                 )
     keep = ~duplicate_documents(streams)
     with ShardWriter(
@@ -84,6 +99,7 @@ def write_deduplicated(
         vocab_size=first.vocab_size,
         tokenizer=first.tokenizer,
         eos_id=first.eos_id,
+        bos_id=begin_of(first),
         shard_tokens=shard_tokens,
         overwrite=overwrite,
         meta={"deduplicated": [stream.name for stream in streams]},
@@ -94,8 +110,7 @@ def write_deduplicated(
                 if keep[number]:
                     size = 0
                     if tokenizer is not None:
-                        ends_so = len(tokens) > 0 and tokens[-1] == first.eos_id
-                        size = len(tokenizer.decode(tokens[: len(tokens) - ends_so]).encode())
+                        size = len(tokenizer.decode(text_tokens(stream, tokens)).encode())
                     writer.add(tokens, size)
                 number += 1
         return writer.finish()
