@@ -81,13 +81,13 @@ def test_answers_without_torch_in_little_time(argv: list[str], limit_s: float) -
     assert min(took) <= limit_s, took
 
 
-@pytest.mark.parametrize("name", ["train", "config", "schedule", "estimate", "quickstart"])
+@pytest.mark.parametrize("words", ["train", "train --help all", "config", "schedule", "estimate", "quickstart"])
 def test_help_fits_into_80_columns(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
-        main([name, "--help"])
+        main(words.split() if "--help" in words else [words, "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 5
     assert [line for line in lines if len(line) > 80 and not line.startswith("  --")] == []  # a flag is not cut

@@ -9,12 +9,13 @@ import shutil
 import sys
 import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from kforge_model.presets import PRESETS
 from kforge_train.config import JobConfig
+from kforge_train.errors import ConfigError
 from kforge_train.schema import NONE_WORD, field_kinds, leaves, type_name
 
 _INDENT: dict[str, Any] = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
@@ -46,21 +47,46 @@ def _module_docs(module: str) -> dict[str, dict[str, str]]:
     return docs
 
 
-def describe_config() -> str:
-    """Every field of `JobConfig` by section: its flag, type, default and docstring."""
+def list_fields() -> str:
+    """The sections of `JobConfig`, each with the names of its fields."""
     width = min(110, shutil.get_terminal_size((100, 24)).columns)
     sections = field_docs(JobConfig)
     blocks = []
     for name, cls in field_kinds(JobConfig).items():
+        names = [leaf.path for leaf in leaves(typing.cast(type, cls))]
+        text = ", ".join(["preset"] * (name == "model") + names)
+        body = textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        blocks.append(f"{name}: {sections[name]}\n{body}")
+    return "\n\n".join(blocks)
+
+
+def describe_config(topics: Sequence[str] = ("all",)) -> str:
+    """Fields of `JobConfig` by section: flag, type, default and docstring.
+
+    topics: names of sections or fields ("optim", "optim.lr"), or "all". Another one is a `ConfigError`.
+    """
+    width = min(110, shutil.get_terminal_size((100, 24)).columns)
+    sections, found = field_docs(JobConfig), set()
+    blocks = []
+    for name, cls in field_kinds(JobConfig).items():
         docs = field_docs(typing.cast(type, cls))
-        lines = [f"{name}: {sections[name]}"]
+        fields = {}
         if name == "model":
-            lines.append("  --model.preset NAME")
-            lines += textwrap.wrap(_PRESET.format(", ".join(PRESETS)), width, **_INDENT)
+            text = textwrap.wrap(_PRESET.format(", ".join(PRESETS)), width, **_INDENT)
+            fields["model.preset"] = ["  --model.preset NAME", *text]
         for leaf in leaves(typing.cast(type, cls)):
-            lines.append(f"  --{name}.{leaf.path} {type_name(leaf.kind)}  (default: {_text(leaf.default)})")
-            lines += textwrap.wrap(docs[leaf.path], width, **_INDENT)
-        blocks.append("\n".join(lines))
+            flag = f"  --{name}.{leaf.path} {type_name(leaf.kind)}  (default: {_text(leaf.default)})"
+            fields[f"{name}.{leaf.path}"] = [flag, *textwrap.wrap(docs[leaf.path], width, **_INDENT)]
+        shown = [path for path in fields if {"all", name, path} & set(topics)]
+        found |= {"all", name, *fields} & set(topics)
+        if shown:
+            blocks.append("\n".join([f"{name}: {sections[name]}", *(line for path in shown for line in fields[path])]))
+    for topic in topics:
+        if topic not in found:
+            raise ConfigError(
+                f"--help {topic}: no section or field is called so; write a section ({', '.join(sections)}), a field as "
+                "optim.lr, or all"
+            )
     return "\n\n".join(blocks)
 
 

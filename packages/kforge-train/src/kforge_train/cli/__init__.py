@@ -24,6 +24,9 @@ _OVERRIDES = """\
 Any field of the job can be set as --section.key VALUE or --section.key=VALUE:
 text as it is, a list as 0.9,0.95, `none` for no value; a field of true/false
 may stand alone. Defaults < preset or file < command line."""
+_TOPICS = """\
+`kforge train --help optim` says what the fields of [optim] are, with types and
+defaults; --help optim.lr: of one field; --help all: of all. They are:"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,11 +90,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     estimate.add_argument("--rank", type=int, metavar="R", help="list what this one of the devices would hold")
     schedule.add_argument("--out", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf (wants matplotlib)")
     if argv[:1] == ["train"] and {"-h", "--help"} & set(argv):
-        from kforge_train.describe import describe_config
-        from kforge_train.resolve import preset_names
-
-        presets = textwrap.fill(f"Presets: {', '.join(preset_names())}.", 79, break_on_hyphens=False)
-        train.epilog = f"{presets}\n\n{_OVERRIDES}\n\n{describe_config()}"
+        train.epilog = _fields(argv)
 
     evaluate = command("eval", _eval, "Loss of a run's checkpoint on held-out text.")
     generate = command("generate", _generate, "Text from a run's checkpoint.")
@@ -122,6 +121,18 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     quick.add_argument("--dir", type=Path, metavar="FOLDER", help="where (default: runs/quickstart)")
     quick.add_argument("--minutes", type=float, metavar="M", help="time to train (default: 3); 30 takes a larger model")
     return parser
+
+
+def _fields(argv: Sequence[str]) -> str:
+    """What `kforge train --help [SECTION | section.key | all]` says of the fields of a job."""
+    from kforge_train.describe import describe_config, list_fields
+    from kforge_train.resolve import preset_names
+
+    topics = argv[[word in ("-h", "--help") for word in argv].index(True) + 1 :]
+    if topics:
+        return describe_config(topics)
+    presets = textwrap.fill(f"Presets: {', '.join(preset_names())}.", 79, break_on_hyphens=False)
+    return f"{presets}\n\n{_OVERRIDES}\n\n{_TOPICS}\n\n{list_fields()}"
 
 
 def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
