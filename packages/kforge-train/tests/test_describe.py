@@ -41,7 +41,7 @@ def test_help_of_a_section_or_field() -> None:
     assert one[1:] == ["  --optim.lr float  (default: 0.0003)", "      Peak learning rate."]
     both = describe_config(["train.steps", "model.preset"])
     assert [line.split()[0] for line in both.splitlines() if "  --" in line[:4]] == ["--model.preset", "--train.steps"]
-    with pytest.raises(ConfigError, match="--help optimizer: no section or field .* optim, .* optim.lr, or all"):
+    with pytest.raises(ConfigError, match=r"--help optimizer: no section or field .* optim, .* optim.lr, or all"):
         describe_config(["optim", "optimizer"])
 
 
