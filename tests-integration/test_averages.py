@@ -83,6 +83,58 @@ def test_a_moving_average_is_what_is_evaluated(tokens, tmp_path, world, storage)
     assert run_ranks(evaluated, 1, str(tmp_path / "average"), init=False)[0] == pytest.approx(averaged, rel=1e-4)
 
 
+def saved_and_evaluated(rank, world, config):
+    """A job whose save has copied nothing yet when its evaluation begins, unless it is waited for. Returns the weights
+    in training then, and those of its checkpoint."""
+    import threading
+
+    from kforge_ckpt import Checkpointer
+    from kforge_ckpt.staging import Staging
+    from kforge_train import trainer
+    from kforge_train.build import build, checkpoint_dir
+
+    may_copy, copy, evaluate = threading.Event(), Staging._copy, trainer.evaluate
+
+    def slowly(self, stream):
+        may_copy.wait()
+        copy(self, stream)
+
+    def late(*args, **options):
+        may_copy.set()
+        parts.checkpointer.wait()
+        return evaluate(*args, **options)
+
+    def before_a_change():
+        if parts.checkpointer._staging is not None:
+            may_copy.set()
+        staged()
+
+    Staging._copy, trainer.evaluate = slowly, late
+    with build(config) as parts:
+        staged = parts.checkpointer.staged
+        parts.checkpointer.staged = before_a_change
+        run = trainer.Trainer(parts)
+        for _ in range(3):
+            run.step()
+        trained = {name: full(weight).clone() for name, weight in parts.model.state_dict().items()}
+        may_copy.clear()
+        run.save()
+        assert run.evaluate()
+        parts.checkpointer.wait()
+        model = {name: torch.empty_like(weight) for name, weight in parts.model.state_dict().items()}
+        Checkpointer(checkpoint_dir(config)).restore({"model": Weights(model)}, step=3)
+        return trained, {name: full(weight) for name, weight in model.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_evaluation_puts_no_average_into_a_save_under_way(tokens, tmp_path, world):
+    config = job(tokens, tmp_path, optim__ema_decay=0.9)
+    for trained, saved in run_ranks(saved_and_evaluated, world, config, init=False):
+        assert trained.keys() == saved.keys()
+        for name, weight in trained.items():
+            assert torch.equal(saved[name], weight), name
+
+
 def evaluated(rank, world, run_dir):
     from kforge_train.evaluate import evaluate_run
 

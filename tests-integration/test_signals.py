@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 from jobs import job, train, values
 
-from kforge_testing import run_ranks
+from kforge_metrics import read_events
+from kforge_testing import RankFailure, run_ranks
 
 
 def train_with_signal(rank, world, config, victim, at_step, number):
@@ -40,6 +41,37 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tokens, tmp_path, number):
     assert run_ranks(train, 2, whole, init=False) == [0, 0]
     assert run_ranks(train, 2, config, init=False) == [0, 0]
     assert values(tmp_path / "run", "loss") == values(tmp_path / "whole", "loss")
+
+
+def train_with_evaluations(rank, world, config, step):
+    """Train; a signal comes in step ``step``, or the run is killed outright before it where it is negative."""
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    class Struck(Trainer):
+        def step(self):
+            if self.next_step == -step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.next_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().step()
+
+    with build(config) as parts:
+        return Struck(parts).run()
+
+
+def test_each_evaluation_that_is_due_is_made_once_however_a_run_is_stopped(tokens, tmp_path):
+    often = {"train__eval_every_steps": 1, "train__eval_rows": 8, "ckpt__every_steps": 2, "ckpt__keep_best": 1}
+    whole = job(tokens, tmp_path / "whole", **often, train__steps=8)
+    assert run_ranks(train, 1, whole, init=False) == [0]
+    config = job(tokens, tmp_path / "run", **often, train__steps=8)
+    assert run_ranks(train_with_evaluations, 1, config, 2, init=False) == [75]
+    with pytest.raises(RankFailure, match="died without a word"):
+        run_ranks(train_with_evaluations, 1, config, -6, init=False)
+    assert run_ranks(train, 1, config, init=False) == [0]
+    events = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event.kind == "eval"]
+    assert [event.step for event in events] == list(range(1, 9))
+    assert values(tmp_path / "run", "loss", "eval") == values(tmp_path / "whole", "loss", "eval")
 
 
 def poisoned(rank, world, config, victim, at_step):

@@ -188,3 +188,11 @@ def test_a_mixture_that_ends_too_soon_is_refused_before_the_run(tokens, tmp_path
     config: JobConfig = job(tokens, tmp_path, data__train="", data__mixture=mixture, train__steps=10_000)
     with pytest.raises(ConfigError, match="want 80000 rows, and the mixture ends after"):
         check(config, 1)
+
+
+def test_a_source_of_a_mixture_that_is_never_read_is_refused_before_the_run(tokens, tmp_path):
+    weights = {"train": 1.0, "heldout": 0.0}
+    mixture = [{"name": name, "path": str(tokens / name), "weight": weight} for name, weight in weights.items()]
+    config = job(tokens, tmp_path, data__train="", data__mixture=mixture)
+    with pytest.raises(ConfigError, match="heldout has weight 0 in every phase and would never be read"):
+        check(config, 1)

@@ -163,8 +163,10 @@ def check(config: JobConfig, world_size: int) -> None:
     for name in ("answer_start", "answer_end"):
         if any(token >= config.model.vocab_size for token in getattr(data, name)):
             raise ConfigError(f"data.{name} = {list(getattr(data, name))} has ids past model.vocab_size")
-    if any("max_epochs" in table for table in data.mixture):
-        _check_epochs(data, training_sources(data, streams), config.train.steps)
+    if data.mixture:
+        with config_errors():  # knows which weights a phase leaves, and what is read by then
+            sources = training_sources(data, streams)
+        _check_epochs(data, sources, config.train.steps)
     if config.train.eval_every_steps and not data.heldout:
         raise ConfigError("train.eval_every_steps is set, but data.heldout names no folder to evaluate on")
     checkpoints = checkpoint_dir(config)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kforge_ckpt import CheckpointError, PerRank
+from kforge_metrics import read_events
 from kforge_optim import clip
 from kforge_parallel import check_replicas, compression_of, phase, precision_of, precision_table
 from kforge_resilience import exitcodes
@@ -18,7 +20,7 @@ from kforge_train.build import Job, build, versions
 from kforge_train.config import JobConfig
 from kforge_train.errors import ConfigError, config_errors
 from kforge_train.estimate import estimate_job, in_one_line, on_this_machine
-from kforge_train.evaluate import evaluate
+from kforge_train.evaluate import anywhere, evaluate
 from kforge_train.loading import LoaderState
 from kforge_train.qk_clip import clip_scores
 from kforge_train.saved import check_same_job, save_config
@@ -128,7 +130,8 @@ class Trainer:
         self.report_start()
         job.checkpointer.prepare(self.state)
         verdict = job.guard.settle()
-        while self.next_step < config.train.steps:
+        going = not self.lacks_evaluation() or self.evaluate()
+        while going and self.next_step < config.train.steps:
             verdict = self.step()
             if verdict.action != "ok":
                 break
@@ -136,8 +139,8 @@ class Trainer:
             due = self.due(config.ckpt.every_steps)
             if (due or verdict.save) and not job.guard.settle().skipped:
                 self.save(temporary=not due)
-            if self.due(config.train.eval_every_steps):
-                self.evaluate()
+            # One that a stop has cut short is made when the run goes on from here: no step is made before it.
+            going = not self.due(config.train.eval_every_steps) or self.evaluate()
         if verdict.action == "ok":
             verdict = job.guard.settle()
         return self.finish(verdict)
@@ -212,13 +215,27 @@ class Trainer:
         if job.heldout is None:
             return True
         rows = self.config.train.eval_rows
+        job.checkpointer.staged()  # an average takes the place of the weights that are saved
         with job.tracker.pause(), job.optimizer.evaluation_weights():
             values = evaluate(job.model, job.heldout, self.config, job.mesh, max_rows=rows, stop=self.wants_stop)
         if values is not None:
-            job.tracker.event("eval", self.next_step, values)
             if self.config.ckpt.keep_best:
                 job.checkpointer.score(self.next_step, loss=values["loss"])
+            job.tracker.event("eval", self.next_step, values)
         return values is not None
+
+    def lacks_evaluation(self) -> bool:
+        """Whether the run goes on from a step whose evaluation was not made. The same on all ranks."""
+        job = self.job
+        if self.saved_step is None or job.heldout is None or not self.due(self.config.train.eval_every_steps):
+            return False
+        told = Path(self.config.train.run_dir) / "events.jsonl"
+        made = (
+            job.mesh.rank == 0
+            and told.exists()
+            and ("eval", self.next_step) in [(event.kind, event.step) for event in read_events(told)]
+        )
+        return not anywhere(made, job.mesh)
 
     def report_start(self) -> None:
         job = self.job
