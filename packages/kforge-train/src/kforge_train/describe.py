@@ -84,8 +84,8 @@ def describe_config(topics: Sequence[str] = ("all",)) -> str:
     for topic in topics:
         if topic not in found:
             raise ConfigError(
-                f"--help {topic}: no section or field is called so; write a section ({', '.join(sections)}), a field as "
-                "optim.lr, or all"
+                f"--help {topic}: no section or field is called so; write a section ({', '.join(sections)}), a field "
+                "as optim.lr, or all"
             )
     return "\n\n".join(blocks)
 
