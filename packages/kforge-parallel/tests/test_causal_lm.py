@@ -1,5 +1,7 @@
 """Hugging Face models on packed rows over ranks that have parts of rows, experts or blocks, against one process."""
 
+from types import SimpleNamespace
+
 import families
 import pytest
 import torch
@@ -75,19 +77,20 @@ def through_stages(mesh):
     return loss
 
 
-def run_layout(rank, world, layout, names):
+def run_layout(rank, world, layout, names, sizes=None):
     mesh = launch(ParallelConfig(precision="fp64", sequence_parallel=False, **layout))
     worst = {}
     for name in names:
         options = {"num_hidden_layers": 2 * mesh.pp_size}
         options |= {"mlp_only_layers": []} if name == "Qwen3Moe" else {}
+        options |= sizes or {}
 
         def build(name=name, options=options):
             return CausalLM(families.build(name, **options, **UNTIED))
 
         whole, gradients, weights = families.step(build(), BATCH, packed_loss)
         model = parallelize(build, mesh, gradients="sum")
-        rows = {key: value.chunk(mesh.data_size)[mesh.data_rank] for key, value in BATCH.items()}
+        rows = {key: value.tensor_split(mesh.data_size)[mesh.data_rank] for key, value in BATCH.items()}
         loss = through_stages(mesh) if mesh.pp_size > 1 else packed_loss
         total, other_gradients, other_weights = families.step(model, shard_rows(rows, mesh), loss)
         dist.all_reduce(total)
@@ -120,6 +123,55 @@ def test_layouts_compute_what_one_process_computes(layout, names):
         errors, got, want = zip(*(rank[name] for rank in found), strict=True)
         assert max(errors) < 1e-10, (name, errors)
         assert set().union(*got) == want[0]  # no stage's weights are left out
+
+
+ODD = {"vocab_size": 33, "intermediate_size": 25}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "sizes"),
+    [
+        ({"pp": 2}, "Llama", {**ODD, "num_hidden_layers": 3}),
+        ({"pp": 2, "pp_schedule": "interleaved_1f1b"}, "Qwen3Moe", {**ODD, "num_hidden_layers": 5}),
+        ({"dp_shard": 3, "ep": 3}, "Qwen3Moe", {**ODD, "num_experts": 3, "num_key_value_heads": 1}),
+        ({"cp": 2}, "Qwen3", {**ODD, "num_key_value_heads": 1}),
+        ({"cp": 4, "cp_style": "ulysses"}, "Qwen3", ODD),  # two key/value heads on four ranks
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_divide_are_computed_right(layout, name, sizes):
+    """An odd vocabulary and width, fewer blocks on the last stage, four rows on three ranks, heads fewer than ranks."""
+    world = max(size for size in layout.values() if isinstance(size, int))
+    for rank in run_ranks(run_layout, world, layout, (name,), sizes, init=False, timeout_s=120):
+        assert rank[name][0] < 1e-10, rank[name][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "sizes", "says"),
+    [
+        ("Llama", {"tp": 2}, {"vocab_size": 33}, r"vocab_size = 33 cannot be split over parallel\.tp = 2; use .* 34"),
+        ("Llama", {"tp": 2}, {"intermediate_size": 25}, "ffn_dim = 25 cannot be split over .* use ffn_dim = 26"),
+        ("Qwen3", {"tp": 8}, {}, "n_heads = 4 cannot be split over parallel.tp = 8"),
+        ("Qwen3", {"tp": 4}, {}, "num_key_value_heads = 2, which parallel.tp = 4 does not divide.*a divisor of 2"),
+        ("Qwen3Moe", {"tp": 2}, {"num_experts": 3}, "has 3 entries along dimension 0, which tp = 2 does not divide"),
+        ("Qwen3Moe", {"ep": 8}, {}, "n_experts = 4 cannot be split over parallel.ep = 8; set ep to a divisor of 4"),
+        ("Llama", {"ep": 8}, {}, "parallel.ep = 8, but the model has no experts"),
+        ("Llama", {"pp": 4}, {}, "n_layers = 2 is fewer than the 4 stages"),
+        ("Llama", {"pp": 2, "pp_schedule": "zbv"}, {}, "n_layers = 2 is fewer than the 4 stages"),
+        ("Qwen3", {"cp": 8, "cp_style": "ulysses"}, {}, "n_heads = 4 cannot be split over parallel.cp = 8"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_without_other_processes(name, layout, sizes, says):
+    config = ParallelConfig(sequence_parallel=False, **layout)
+    with pytest.raises(ValueError, match=says):
+        check_rank(lambda: CausalLM(families.build(name, **sizes, **UNTIED)), config, 8, 0)
+
+
+@pytest.mark.parametrize(("tokens", "style"), [(7, "ulysses"), (6, "allgather"), (10, "ring")])
+def test_rows_that_cannot_be_cut_are_refused(tokens, style):
+    mesh = SimpleNamespace(config=ParallelConfig(cp=2, cp_style=style), cp_size=2, cp_rank=0, cp_group=None, tp_size=1)
+    with pytest.raises(ValueError, match=f"data.row_tokens = {tokens} cannot be split over .* use row_tokens = "):
+        shard_rows({"ids": torch.zeros(1, tokens, dtype=torch.int64)}, mesh)
 
 
 def test_documents_of_a_row_do_not_see_one_another():

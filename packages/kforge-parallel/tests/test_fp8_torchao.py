@@ -1,4 +1,5 @@
-"""The products of `kforge_parallel.fp8` against those of torchao, which works them out on the CPU too."""
+"""The products of `kforge_parallel.fp8` against those of torchao, which works them out on the CPU too; and models of
+torchao's own modules in layouts."""
 
 import dataclasses
 import functools
@@ -7,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from kforge_parallel import fp8
+from kforge_parallel import ParallelConfig, fp8, full_state, launch, parallelize
+from kforge_parallel.fsdp import full
+from kforge_testing import RankFailure, run_ranks
 
 
 @functools.cache
@@ -16,14 +19,18 @@ def torchao():
     return pytest.importorskip("torchao.float8", reason="an oracle of the [test] extra")
 
 
-def theirs(recipe, weight, x, gradient):
-    """Output and gradients of torchao's linear under scales that are powers of two, as ours are."""
-    ao = torchao()
-    config = ao.Float8LinearConfig.from_recipe_name(recipe)
+def convert(model, recipe, **more):
+    """Let torchao's linear modules take the place of torch's, under scales that are powers of two, as ours are."""
+    config = torchao().Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, emulate=True, round_scales_to_power_of_2=True)
+    return torchao().convert_to_float8_training(model, config=config, **more)
+
+
+def theirs(recipe, weight, x, gradient):
+    """Output and gradients of torchao's linear."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight.clone())
-    model = ao.convert_to_float8_training(nn.Sequential(layer), config=config)
+    model = convert(nn.Sequential(layer), recipe)
     return run(model, model[0].weight, x, gradient)
 
 
@@ -74,3 +81,63 @@ def test_one_scale_for_the_whole_instead_of_one_a_row_is_seen():
     ours_, theirs_ = ours("tensorwise", *inputs(torch.float32)), theirs("rowwise", *inputs(torch.float32))
     for a, b in zip(ours_[1:], theirs_[1:], strict=True):  # of the gradients, which are in another format, too
         assert (a - b).abs().max() > 1e-3 * b.abs().max()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "sequence"}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 12)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def converted():
+    return convert(Model(), "tensorwise", module_filter_fn=lambda module, name: name != "head")
+
+
+def gradients_of(rank, world, options):
+    """Gradients of a model that torchao has converted while it was built, its names, and the class of a module."""
+    mesh = launch(ParallelConfig(precision="fp32", device="cpu", sequence_parallel=False, **options))
+    model = parallelize(converted, mesh, gradients="sum", plan=PLAN)
+    x = torch.linspace(-1, 1, 8 * 4 * 32).sin().view(8, 4, 32).chunk(mesh.data_size)[mesh.data_rank]
+    model(x).square().sum().backward()
+    gradients = {name: full(p.grad) for name, p in model.named_parameters()}
+    return gradients, [*full_state(model)], type(model.layers[1].down).__name__
+
+
+def test_torchaos_own_modules_may_be_spread():
+    torchao()
+    ((wanted, names, _),) = run_ranks(gradients_of, 1, {}, init=False)
+    assert names == [*Model().state_dict()]
+    for options in ({"dp_shard": 2, "recompute": "full"}, {"tp": 2}):
+        for gradients, also, kind in run_ranks(gradients_of, 2, options, init=False):
+            assert kind == "Float8Linear" and also == names
+            for name, gradient in gradients.items():
+                assert (gradient - wanted[name]).norm() < 2e-6 * wanted[name].norm(), (options, name)
+
+
+def both(rank, world):
+    config = ParallelConfig(device="cpu", fp8="rowwise", fp8_skip=("layers.*",))
+    parallelize(lambda: nn.ModuleDict({"one": converted(), "other": nn.Linear(32, 16)}), launch(config))
+
+
+def test_both_at_once_are_refused():
+    torchao()
+    with pytest.raises(RankFailure, match=r"torchao's Float8Linear at one\.layers\.0\.up, .* set parallel\.fp8 to none"):
+        run_ranks(both, 1, init=False)

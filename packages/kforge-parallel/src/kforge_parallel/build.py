@@ -250,6 +250,12 @@ def _to_fp8(part: nn.Module, config: ParallelConfig, mesh: Mesh, words: Resolved
     check_device(config.fp8, mesh.device)
     if mesh.device.type == "cuda" and config.precision != "bf16":
         raise ValueError(not_in_fp8(config))
+    for name, module in part.named_modules():
+        if type(module).__module__.startswith("torchao."):
+            raise ValueError(
+                f"parallel.fp8 = {config.fp8}, but the model has torchao's {type(module).__name__} at {name}, which "
+                "multiplies as torchao has set it; set parallel.fp8 to none, or build the model without"
+            )
     named = {} if words is None else words.parameters
     reasons = multiply_in_fp8(part, config.fp8, config.fp8_skip, named, mesh.tp_size)
     for name in find_mixtures(part):
