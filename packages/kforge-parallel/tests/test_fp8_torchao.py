@@ -139,5 +139,5 @@ def both(rank, world):
 
 def test_both_at_once_are_refused():
     torchao()
-    with pytest.raises(RankFailure, match=r"torchao's Float8Linear at one\.layers\.0\.up, .* set parallel\.fp8 to none"):
+    with pytest.raises(RankFailure, match=r"torchao's Float8Linear at one.*up, .* set parallel\.fp8 to none"):
         run_ranks(both, 1, init=False)
