@@ -1,5 +1,7 @@
 """The layout changes nothing but speed: one process against two and four, in float64."""
 
+import logging
+
 import pytest
 import torch
 from jobs import job, train, values
@@ -104,6 +106,40 @@ def test_fp8_agrees_within_its_bound(tokens, tmp_path):
             assert mine[0] == pytest.approx(losses, rel=1e-3)
             assert mine[1][0] == pytest.approx(norms[0], rel=1e-3)
             assert worst(mine[2][0], gradients[0]) < 1e-3
+
+
+def train_telling(rank, world, config):
+    """What is logged of FP8."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("kforge_parallel").addHandler(handler)
+    logging.getLogger("kforge_parallel").setLevel(logging.INFO)
+    assert train(rank, world, config) == 0
+    return [line for line in said if line.startswith("parallel.fp8 = ")]
+
+
+def test_c41_modules_that_do_not_fit_stay_in_bf16_and_the_loss_is_near(tokens, tmp_path):
+    """Width 64, vocabulary 1,000, feed-forward width 100, one key/value head of 24, six experts; 50 steps."""
+    sizes = {"dim": 64, "vocab_size": 1000, "ffn_dim": 100, "n_heads": 2, "n_kv_heads": 1, "head_dim": 24}
+    sizes |= {"n_experts": 6, "moe_pattern": "DM", "expert_dim": 32}
+    changes = {f"model__{name}": size for name, size in sizes.items()}
+    changes |= {"parallel__precision": "bf16", "train__steps": 50, "train__eval_rows": 0, "optim__lr": 3e-3}
+    losses = {}
+    for mode in ("none", "tensorwise", "rowwise"):
+        config = job(tokens, tmp_path / mode, **changes, parallel__fp8=mode)
+        (said,) = run_ranks(train_telling, 1, config, init=False, timeout_s=200)
+        losses[mode] = values(tmp_path / mode, "loss")
+        if mode != "none":
+            listed = dict(part.split(": ", 1) for part in said[0].removeprefix(f"parallel.fp8 = {mode}: ").split("; "))
+            assert listed.pop("head").startswith("fp8_skip has *head")
+            assert listed.pop("layers.*.moe.router") == "fp8_skip has *router"
+            assert listed.pop("layers.*.moe.experts") == "experts stay in the compute dtype"
+            fits = "has a size that is no multiple of 16"
+            assert listed.pop("layers.*.mlp.w_gate_up") == f"[2, 100, 64] {fits}"
+            assert listed.pop("layers.*.mlp.w_down") == f"[64, 100] {fits}"
+            assert listed == {"layers.*.attn.wqkv (2)": "fp8", "layers.*.attn.wo (2)": "fp8"}
+            assert losses[mode] == pytest.approx(losses["none"], rel=0.02) and losses[mode] != losses["none"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -332,6 +332,20 @@ def test_what_does_not_fit_stays_and_says_why():
     assert fp8.described(names) == "layers.*.up (2): fp8; head: fp8_skip has *head"
 
 
+def test_what_multiplies_in_a_way_of_its_own_is_listed():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(6, 32)), nn.Parameter(torch.ones(6))
+
+    model = nn.ModuleDict({"router": Router(), "mixer": Router(), "norm": nn.LayerNorm(32), "up": nn.Linear(32, 32)})
+    model["embed"] = nn.Embedding(4, 32)
+    assert fp8.other_matrices(model, ("*router",)) == {
+        "router": "fp8_skip has *router",
+        "mixer": "Router is no linear module",
+    }
+
+
 def test_views_of_a_gathered_weight_keep_its_bits_and_the_rest_sees_values():
     bits, unit = fp8.quantize(torch.randn(4, 8, 16), fp8.E4M3)
     weight = fp8.Fp8Weight(bits, unit, torch.bfloat16)

@@ -28,7 +28,7 @@ from kforge_parallel.compress import Compression
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.context import check_attention, spread_attention
 from kforge_parallel.expert import check_experts, find_mixtures, has_experts, spread_experts
-from kforge_parallel.fp8 import check_device, described, multiply_in_fp8
+from kforge_parallel.fp8 import check_device, described, multiply_in_fp8, other_matrices
 from kforge_parallel.fp8_gather import gather_in_fp8
 from kforge_parallel.fp8_kept import keep_in_fp8
 from kforge_parallel.fsdp import find_blocks, shard
@@ -258,8 +258,8 @@ def _to_fp8(part: nn.Module, config: ParallelConfig, mesh: Mesh, words: Resolved
             )
     named = {} if words is None else words.parameters
     reasons = multiply_in_fp8(part, config.fp8, config.fp8_skip, named, mesh.tp_size)
-    for name in find_mixtures(part):
-        reasons.setdefault(f"{name}.experts".lstrip("."), "experts stay in the compute dtype")
+    mixtures = {f"{name}.experts".lstrip("."): "experts stay in the compute dtype" for name in find_mixtures(part)}
+    reasons = {**reasons, **other_matrices(part, config.fp8_skip), **mixtures}
     if not any(not reason for reason in reasons.values()) and mesh.pp_size == 1:
         raise ValueError(
             f"parallel.fp8 = {config.fp8}, but no module would multiply in it: {described(reasons)}; set it to "

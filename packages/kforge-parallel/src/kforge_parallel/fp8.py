@@ -270,6 +270,18 @@ def multiply_in_fp8(
     return reasons
 
 
+def other_matrices(model: nn.Module, skip: tuple[str, ...]) -> dict[str, str]:
+    """Name of every module with a matrix of its own that is neither linear nor an embedding -> why it stays as it is: a
+    head that makes the loss, a router."""
+    found = {}
+    for name, module in model.named_modules():
+        matrix = any(parameter is not None and parameter.ndim > 1 for parameter in module._parameters.values())
+        if matrix and not is_linear(module) and not isinstance(module, nn.Embedding):
+            match = next((pattern for pattern in skip if fnmatchcase(name, pattern)), None)
+            found[name] = f"fp8_skip has {match}" if match else f"{type(module).__name__} is no linear module"
+    return found
+
+
 def _reason(name: str, weight: Tensor, skip: tuple[str, ...], word: str, tp: int, owners: int) -> str:
     """Why a weight stays as it is; "" where nothing speaks against FP8."""
     if match := next((pattern for pattern in skip if fnmatchcase(name, pattern)), None):
