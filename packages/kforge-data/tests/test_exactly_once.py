@@ -1,27 +1,30 @@
 """Of every kind of source each document comes exactly once an epoch, however a run is killed, resumed and dealt anew.
 
-A script of kills and resumes must give, step for step, what an undisturbed run gives; and the undisturbed run's first
-epoch must hold the tokens of all documents, each as often as it is there.
+A script of kills and resumes must give, step for step, what an undisturbed run gives, but for the rows that it has put
+into quarantine, with rows of one length or of several; and the undisturbed run's first epoch, of each length, must hold
+the tokens of all documents, each as often as it is there.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from scripts import Session, Step, play, sessions
+from scripts import Session, Step, play, sessions, without
 
 from kforge_data import (
     MegatronTokens,
     Mixture,
     PackedDocuments,
+    RowPhase,
     ShardWriter,
     StreamedDocuments,
     TokenFiles,
@@ -34,10 +37,11 @@ from kforge_data import (
 from kforge_data.hugging_face import open_shards
 
 ROW, SEED, STEPS = 16, 7, 24
+PHASES = {"one length": (), "three lengths": (RowPhase(6, 32), RowPhase(11, 8))}
 KINDS = (
     *("shards", "npy", "raw", "megatron", "best fit", "truncated"),
     *("jsonl", "txt", "parquet", "dataset", "saved dataset"),
-    *("stream", "saved stream", "mixture", "mixture with streams"),
+    *("stream", "saved stream", "parquet stream", "mixture", "mixture with streams"),
 )
 Make = Callable[[], Any]
 
@@ -96,6 +100,7 @@ def makes(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> dic
         "saved dataset": opened(f"datasets://{folder}/saved"),
         "stream": stream("lines"),
         "saved stream": stream("saved"),
+        "parquet stream": stream("p.parquet"),
     }
     found["mixture"] = lambda: Mixture(
         {"a": found["best fit"](), "b": found["jsonl"](), "c": found["dataset"]()},
@@ -113,47 +118,82 @@ def makes(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> dic
 
 
 @pytest.fixture(scope="module")
-def straight(makes: dict[str, Make]) -> Callable[[str], tuple[list[Step], dict[str, Any]]]:
+def straight(makes: dict[str, Make]) -> Callable[..., tuple[list[Step], dict[str, Any]]]:
     """The undisturbed run of a kind, and the state after it."""
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
 
-    def run(kind: str) -> tuple[list[Step], dict[str, Any]]:
-        if kind not in found:
-            found[kind] = play(makes[kind], [Session(STEPS, 0, 1, 4, 0)], row_tokens=ROW, seed=SEED)
-        return found[kind]
+    def run(kind: str, phases: Sequence[RowPhase] = (), steps: int = STEPS) -> tuple[list[Step], dict[str, Any]]:
+        key = (kind, tuple(phases), steps)
+        if key not in found:
+            script = [Session(steps, 0, 1, 4, 0)]
+            found[key] = play(makes[kind], script, row_tokens=ROW, seed=SEED, phases=phases)
+        return found[key]
 
     return run
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(script=sessions())
+@given(script=sessions(), lengths=st.sampled_from(sorted(PHASES)))
+@example(
+    script=[Session(4, 2, 2, 1, 1, frozenset({17, 30, 60})), Session(5, 1, 4, 1, 0), Session(4, 0, 1, 3, 2)],
+    lengths="three lengths",
+)
 def test_any_script_gives_what_an_undisturbed_run_does(
-    kind: str, script: list[Session], makes: dict[str, Make], straight: Callable[[str], Any]
+    kind: str, lengths: str, script: list[Session], makes: dict[str, Make], straight: Callable[..., Any]
 ) -> None:
-    rows, _ = straight(kind)
-    kept = sum(session.kept for session in script)
-    found, state = play(makes[kind], script, row_tokens=ROW, seed=SEED)
-    assert found == rows[:kept]
-    assert state["position"] == 4 * kept
-    more, after = play(makes[kind], [*script, Session(STEPS - kept, 0, 2, 3, 1)], row_tokens=ROW, seed=SEED)
-    assert more == rows and after == straight(kind)[1]
+    rows, last = straight(kind, PHASES[lengths])
+    options: dict[str, Any] = {"row_tokens": ROW, "seed": SEED, "phases": PHASES[lengths]}
+    options["order"] = [name for step in rows for name in step]
+    wanted, _ = without(rows, script)
+    found, state = play(makes[kind], script, **options)
+    assert found == wanted
+    assert state["position"] == 4 * len(wanted)
+    rest = [Session(STEPS - len(wanted), 0, 2, 3, 1)]
+    wanted, bad = without(rows, [*script, *rest])
+    more, after = play(makes[kind], rest, state=state, **options)
+    assert found + more == wanted
+    if bad:  # a lane stands before the rows of it that were skipped
+        assert {**after, "lanes": 0} == {**last, "lanes": 0, "quarantined": bad}
+    else:
+        assert after == last
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_give_what_an_undisturbed_run_does(
+    kind: str, makes: dict[str, Make], straight: Callable[..., Any]
+) -> None:
+    """Forked, and of a source that came by pickle."""
+    phases = PHASES["three lengths"]
+    rows, _ = straight(kind, phases)
+    script = [Session(5, 1, 2, 1, 1), Session(4, 0, 1, 2, 2)]
+    found, _ = play(
+        lambda: pickle.loads(pickle.dumps(makes[kind]())),
+        script,
+        row_tokens=ROW,
+        seed=SEED,
+        phases=phases,
+        worker_kind="fork",
+    )
+    assert found == rows[:9]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_holds_every_document_once(
-    kind: str, makes: dict[str, Make], straight: Callable[[str], Any], tokenizer: Tokenizer
+    kind: str, makes: dict[str, Make], straight: Callable[..., Any], tokenizer: Tokenizer
 ) -> None:
+    lengths, phases = (ROW, 32, 8), (RowPhase(24, 32), RowPhase(40, 8))
     rows: dict[int, tuple[int, ...]] = {}
     order = []
-    for name, ids in itertools.chain(*(step.items() for step in straight(kind)[0])):
+    for name, ids in itertools.chain(*(step.items() for step in straight(kind, phases, 90)[0])):
         rows.setdefault(name, ids)
         order.append(name)
     texts = {f"document {i} " + "x" * (7 * i % 19) for i in range(40)}
-    source = makes[kind]()
+    source, whole = makes[kind](), 0
     parts = dict(enumerate(getattr(source, "_sources", [source])))
-    for k, part in parts.items():
-        mine = [name for name in order if name >> 48 == k]
+    for (phase, length), (k, part) in itertools.product(enumerate(lengths), parts.items()):
+        mine = [name for name in order if name >> 56 == phase and name >> 48 & 255 == k]
+        assert all(len(rows[name]) == length for name in mine)
         if isinstance(part, StreamedDocuments):
             lanes = [[name for name in mine if name % 4 == lane] for lane in range(4)]
             assert all(len(set(lane)) == len(lane) for lane in lanes)
@@ -164,15 +204,18 @@ def test_an_epoch_holds_every_document_once(
             assert set(counted.values()) == {1} and set(counted) <= texts
             if len(parts) == 1:
                 assert set(counted) == texts
+                whole += 1
             continue
-        count = part.row_count(ROW)
+        count = part.row_count(length)
         epochs = [mine[at : at + count] for at in range(0, len(mine), count)]
         assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
-        if len(epochs[0]) == count and kind != "truncated":
+        if epochs and len(epochs[0]) == count and kind != "truncated":
             numbers = Counter(itertools.chain(*(rows[name] for name in epochs[0])))
             wanted = Counter(token for text in texts for token in [*tokenizer.encode(text), tokenizer.eos_id])
-            numbers[0] -= count * ROW - sum(wanted.values())  # padding
+            numbers[0] -= count * length - sum(wanted.values())  # padding
             assert +numbers == wanted
+            whole += 1
+    assert whole == (0 if kind == "truncated" else 3) or len(parts) > 1
 
 
 def whole_documents(rows: list[tuple[int, ...]], tokenizer: Tokenizer) -> list[str]:
@@ -185,20 +228,3 @@ def whole_documents(rows: list[tuple[int, ...]], tokenizer: Tokenizer) -> list[s
             found.append(tokenizer.decode(now))
             now = []
     return found
-
-
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-@given(script=sessions(), bad=st.sets(st.integers(0, 60), max_size=5))
-def test_rows_that_are_skipped_stay_skipped_through_any_script(
-    script: list[Session], bad: set[int], makes: dict[str, Make], straight: Callable[[str], Any]
-) -> None:
-    """The same, with some rows of a stream in quarantine from the beginning."""
-    kind = "stream"
-    rows, _ = straight(kind)
-    _, state = play(makes[kind], [Session(0, 0, 1, 4, 0)], row_tokens=ROW, seed=SEED)
-    state["quarantined"] = sorted(bad)
-    found, _ = play(makes[kind], script, row_tokens=ROW, seed=SEED, state=state)
-    for step, whole in zip(found, rows, strict=False):
-        assert {name: ids for name, ids in step.items() if name != -1} == {
-            name: ids for name, ids in whole.items() if name not in bad
-        }

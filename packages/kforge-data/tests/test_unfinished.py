@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import subprocess
@@ -86,6 +87,16 @@ def test_killed_while_it_replaces_a_set(corpus: list[str], tmp_path: Path) -> No
     assert main([*corpus, "--out", str(out), "--overwrite"]) == 0
     assert TokenShards(out / "train").fingerprint == before
     assert next(path.name for path in sorted((out / "train").iterdir())).startswith("1-")
+
+
+def test_a_slow_run_notes_by_the_clock(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its speed, a kill costs seconds of work."""
+    noted, now = list[float](), itertools.count(0, 7.0)  # seconds from each look at the clock to the next
+    monkeypatch.setattr("kforge_data.tokenize.monotonic", lambda: next(now))
+    monkeypatch.setattr("kforge_data.tokenize.BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr("kforge_data.tokenize.write_note", lambda folder, note: noted.append(note["documents"]))
+    assert main([*corpus, "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    assert noted == [30, 60, 90, 111]  # at each third look
 
 
 def test_another_run_in_the_same_place_is_refused(

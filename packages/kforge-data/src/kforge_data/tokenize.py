@@ -10,10 +10,12 @@ import hashlib
 import multiprocessing
 import os
 import threading
+
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 # A batch is what one call of the encoder gets: enough to keep its threads busy, little enough to hold a few.
 BATCH_DOCUMENTS = 1000
 BATCH_CHARACTERS = 1 << 22
-# So many bytes of text come between two notes of how far the work is: some seconds of it.
-NOTE_BYTES = 1 << 26
+# So many bytes of text, or seconds, come between two notes of how far the work is.
+NOTE_BYTES, NOTE_SECONDS = 1 << 26, 15.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def tokenize_files(
             byte for byte, as if it had not been. False begins anew.
         progress: where to tell how far it is, usually sys.stderr.
 
-    What is done is noted every 64 MB of text, from where the next run goes on; before the first note nothing is left
+    What is done is noted every 64 MB of text, or 15 seconds, from where the next run goes on; before the first note nothing is left
     behind by a failure. ValueError for what the user can mend, for an unfinished run of other arguments, and if there
     is no text at all.
     """
@@ -213,6 +215,7 @@ class _Work:
 
     def run(self, tokenizer: Tokenizer, frame: Frame, heldout: float, workers: int, progress: Progress | None) -> None:
         new_bytes = tokens = 0
+        noted_at = monotonic()
         try:
             for batch in _encode_batches(_batches(self._reading, heldout), tokenizer, frame, workers):
                 for part, writer in enumerate(self._writers):
@@ -220,9 +223,9 @@ class _Work:
                 self.documents += len(batch.lengths)
                 tokens += len(batch.tokens)
                 new_bytes += int(batch.text.text_bytes.sum())
-                if new_bytes >= NOTE_BYTES:
+                if new_bytes >= NOTE_BYTES or monotonic() - noted_at >= NOTE_SECONDS:
                     self._note(batch.text)
-                    new_bytes = 0
+                    new_bytes, noted_at = 0, monotonic()
                 if progress is not None and progress.due():
                     progress.show(*self._reading.bytes_done(), f"{self.documents:,} documents, {tokens:,} tokens")
             if progress is not None:
