@@ -10,7 +10,6 @@ import hashlib
 import multiprocessing
 import os
 import threading
-
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,9 +88,9 @@ def tokenize_files(
             byte for byte, as if it had not been. False begins anew.
         progress: where to tell how far it is, usually sys.stderr.
 
-    What is done is noted every 64 MB of text, or 15 seconds, from where the next run goes on; before the first note nothing is left
-    behind by a failure. ValueError for what the user can mend, for an unfinished run of other arguments, and if there
-    is no text at all.
+    What is done is noted every 64 MB of text, or 15 seconds, from where the next run goes on; before the first note
+    nothing is left behind by a failure. ValueError for what the user can mend, for an unfinished run of other
+    arguments, and if there is no text at all.
     """
     if not 0.0 <= heldout < 1.0:
         raise ValueError(f"heldout = {heldout} must be a share of documents from 0 up to, not including, 1")
