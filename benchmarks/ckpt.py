@@ -6,16 +6,24 @@ torch.save and torch.distributed.checkpoint.save of the same tensors, each made 
 with fsync; a load; and reading the bytes into memory. Ratios are made turn by turn, so that a slow minute of the disk
 hits both sides. And the copy into host memory alone, which is all that a training step waits for, beside plain copies
 of the same bytes (on a GPU into pinned memory, by one stream).
+
+And, in a process of its own, how much more host memory three saves in the background take at most than was taken
+before the first: without a limit beside the state, and with a quarter of that beside the limit (in the targets, a
+hundredth is for threads and lists). What the saved files take of the system's cache is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +99,76 @@ def measure_staging(gib: float, turns: int) -> tuple[list[dict[str, Any]], str |
     )
 
 
-def measure(folder: Path, gib: float, turns: int, writer: str) -> tuple[list[dict[str, Any]], str | None]:
+def host_bytes(process: int | str, key: str) -> int:
+    """A line of /proc/<process>/status: VmRSS and VmHWM are what lies in memory now, and did at most; RssAnon what is
+    the process's own."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def extra_memory(folder: Path, gib: float, staging_bytes: int | None, writer: str) -> int:
+    """Bytes of host memory, at most, that saves in the background take beside a state of tensors. Linux."""
+    import torch
+
+    from kforge_ckpt import Checkpointer
+    from kforge_ckpt.staging import BLOCK_BYTES
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count = max(1, round(gib * 2**30 / TENSOR_BYTES))
+    tensors = {f"w{n}": torch.randn(TENSOR_BYTES // 4, device=device) for n in range(count)}
+
+    def checkpointer(name: str, limit: int | None) -> Checkpointer:
+        return Checkpointer(
+            folder / name,
+            keep_last=1,
+            mode="async",
+            staging_bytes=limit,
+            writer=writer,  # type: ignore[arg-type]
+            on_event=lambda *_: None,
+        )
+
+    first = checkpointer("first", None)  # what is loaded and started the first time is not counted
+    first.save(1, {"state": Box({"w": torch.ones(1, device=device)})})
+    first.close()
+    del first
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = host_bytes("self", "VmRSS")
+    ckpt = checkpointer("run", staging_bytes)
+    for step in range(3):
+        ckpt.save(step, {"state": Box(tensors)})
+    ckpt.wait()
+    extra = host_bytes("self", "VmHWM") - before
+    assert ckpt._memory is not None
+    blocks = len(ckpt._memory.blocks) * BLOCK_BYTES
+    if extra < blocks:  # pinned memory that does not count as this process's
+        extra += blocks
+    for process in ckpt._processes.values():
+        extra += host_bytes(process.pid, "RssAnon")  # the blocks that it maps are ours
+    ckpt.close()
+    return extra
+
+
+def measure_memory(folder: Path, gib: float, writer: str) -> list[dict[str, Any]]:
+    state = max(1, round(gib * 2**30 / TENSOR_BYTES)) * TENSOR_BYTES
+    rows = []
+    for label, limit in (("the state", None), ("staging_bytes, a quarter of the state", state // 4)):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            extra = pool.submit(extra_memory, folder / f"at most {limit}", gib, limit, writer).result()
+        parts = {"extra_bytes": extra, "allowed_bytes": limit or state}
+        name = f"extra host memory of a background save / {label}"
+        rows.append(_results.row(name, extra / (limit or state), "ratio", better="lower", target=1.01, parts=parts))
+    return rows
+
+
+def gpu_name() -> str | None:
+    """The GPU that the state lies on, or None."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def measure(folder: Path, gib: float, turns: int, writer: str) -> list[dict[str, Any]]:
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -197,7 +274,7 @@ def measure(folder: Path, gib: float, turns: int, writer: str) -> tuple[list[dic
         rates = [nbytes / 1e9 / value for value in times[name]]
         value, spread = _results.median_and_spread(rates)
         rows.append(_results.row(label, value, "GB/s", spread=spread, bytes=nbytes))
-    return rows, torch.cuda.get_device_name() if cuda else None
+    return rows
 
 
 def main() -> None:
@@ -207,13 +284,18 @@ def main() -> None:
     parser.add_argument("--writer", choices=["thread", "process"], default="thread")
     parser.add_argument("--folder", type=Path, help="where to write checkpoints (default: the temporary folder)")
     parser.add_argument("--staging", action="store_true", help="time the copy into host memory alone")
+    parser.add_argument("--memory", action="store_true", help="measure the extra host memory alone")
     parser.add_argument("--out", type=Path, default=_results.RESULTS)
     arguments = parser.parse_args()
     if arguments.staging:
         rows, gpu = measure_staging(arguments.gib, arguments.turns)
     else:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            rows, gpu = measure(Path(folder), arguments.gib, arguments.turns, arguments.writer)
+            rows, gpu = [], gpu_name()
+            if not arguments.memory:
+                rows += measure(Path(folder), arguments.gib, arguments.turns, arguments.writer)
+            if sys.platform == "linux":
+                rows += measure_memory(Path(folder), arguments.gib, arguments.writer)
     name = "ckpt_cuda" if gpu else "ckpt_cpu"
     _results.write(name, rows, _results.environment(gpu), arguments.out, keep=True)
 

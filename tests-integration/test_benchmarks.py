@@ -95,6 +95,11 @@ def test_the_benchmark_of_checkpoints_runs_on_a_cpu(tmp_path, writer):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = check_form(tmp_path / "ckpt_cpu.json", "ckpt_cpu")
     assert rows["a synchronous save"]["bytes"] == 2 * 2**26
+    if sys.platform == "linux":
+        own = 15e6 if writer == "process" else 5e6
+        for label, least in (("the state", 2 * 2**26), ("staging_bytes, a quarter of the state", 2 * 2**25)):
+            parts = rows.pop(f"extra host memory of a background save / {label}")["parts"]
+            assert least <= parts["extra_bytes"] <= least + own, "blocks of 32 MiB, two at least"
     assert len(rows) == 9
 
 

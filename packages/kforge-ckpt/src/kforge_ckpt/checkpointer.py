@@ -74,7 +74,7 @@ class Checkpointer:
     writer: in mode "async", "thread", or "process": another Python process writes, so that this one's interpreter does
         not share its time with it (Linux).
     staging_bytes: host memory to copy to, in bytes; with less than this rank writes, `staged` may wait for the disk.
-        None: as much as it writes, within half of what the host has to spare.
+        None: as much as it writes, within half of what the host has to spare. In blocks of 32 MiB, two at least.
     threads: into so many files a rank deals out its tensors, and writes them at once, each by a thread (or process) of
         its own; so many files are read at once, too. In an object store each thread has its own requests under way.
     remote: URL that committed checkpoints are copied to by rank 0, in order, in the background; here each is kept
