@@ -301,9 +301,25 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path):
     assert main(["generate", str(tmp_path / "again"), "--prompt", "some", "--max-new-tokens", "3"]) == 0
 
 
+def test_a_run_without_a_tokenizer_says_how_to_export_one(tmp_path, caplog):
+    tokenizer = train_tokenizer(["some text, and more of it"], vocab_size=260)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    a_run(replace(MODELS["llama"], vocab_size=300), tmp_path / "run")
+    export_folder(tmp_path / "run", tmp_path / "out")
+    (said,) = [record.getMessage() for record in caplog.records if "AutoTokenizer" in record.getMessage()]
+    assert f"kforge export {tmp_path / 'run'} ANOTHER_FOLDER --tokenizer PATH" in said
+    argv = ["export", str(tmp_path / "run"), str(tmp_path / "new"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert main(argv) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert theirs("some text", add_special_tokens=False)["input_ids"] == tokenizer.encode("some text")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["eos_token_id"] == tokenizer.eos_id
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["export", "{run}", "{new}", "--tokenizer", "{new}/t.json"], "t.json does not exist"),
+        (["export", "{run}", "{new}", "--tokenizer", "{large}"], "has 300 tokens, more than model.vocab_size = "),
         (["export", "{run}", "{new}", "--step", "9"], "no committed checkpoint of step 9; there are 3"),
         (["export", "{run}", "{new}", "--dtype", "int8"], "'int8' is no floating-point dtype"),
         (["export", "{run}", "{new}", "--max-file-gb", "0"], "--max-file-gb 0 must be above 0"),
@@ -321,12 +337,14 @@ def test_mistakes_are_one_line(argv, words, tmp_path, capsys):
     export_folder(tmp_path / "run", tmp_path / "out")
     (tmp_path / "bad").mkdir()
     (tmp_path / "file").write_text("")
+    train_tokenizer(["some text"], vocab_size=257, multiple=100).save(tmp_path / "large")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "bad" / "config.json").write_text(json.dumps({**said, "hidden_act": "relu2"}))
-    places = {name: tmp_path / name for name in ("run", "out", "new", "bad", "file")}
+    places = {name: tmp_path / name for name in ("run", "out", "new", "bad", "file", "large")}
     assert main([word.format(**places) for word in argv]) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_model_that_no_family_can_say_is_refused_before_anything_is_written(tmp_path):

@@ -13,14 +13,15 @@ from kforge_optim import build_schedule
 from kforge_train import quickstart, resolve_config
 
 
-@pytest.mark.timeout(300)  # a chain of processes, beside another test
+@pytest.mark.timeout(600)  # a chain of processes, beside another test
 def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
     folder = tmp_path / "quick"
     folder.mkdir()
     sources = sorted(Path(ast.__file__).parent.glob("*.py"))[:60]
     texts = [path.read_text("utf-8") for path in sources]
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    monkeypatch.setattr(quickstart, "MIN_STEPS", 40)
+    monkeypatch.setattr(quickstart, "MIN_STEPS", 32)
+    monkeypatch.setattr(quickstart, "ENOUGH_STEPS", 40)
     monkeypatch.setitem(quickstart.CALIBRATION, "train.steps", "16")
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setitem(os.environ, name, value)  # whoever starts it: the training is one process
@@ -29,11 +30,14 @@ def test_the_whole_story_and_its_verdict(tmp_path, capfd, monkeypatch):
 
     run = folder / "run"
     assert list(values(run, "loss"))[-1] == 40
-    kinds = [event.kind for event in read_events(run / "events.jsonl")]
+    events = read_events(run / "events.jsonl")
+    kinds, started = [event.kind for event in events], [event for event in events if event.kind == "start"]
     assert "resume" in kinds and kinds[-1] == "end"
+    assert [e.values["config"]["train"]["steps"] for e in started if e.step][-2:] == [32, 40]  # too few, so it goes on
+    assert "32 steps have not beaten the bigram by 0.15 nats a token: on to 40" in out
     assert "exit code 75: saved, start me again" in out
     assert (folder / "report.html").stat().st_size > 50_000
-    (heldout,) = values(run, "loss", "eval").values()
+    *_, heldout = values(run, "loss", "eval").values()
     assert heldout > 4.5  # forty steps teach little
     assert code == 1
     assert "FAILED" in out and "above the counted bigram, at least 0.15 below wanted; 40 steps were not enough" in out

@@ -233,6 +233,21 @@ def test_a_checkpoint_of_another_seed_of_data_is_refused(tokens, tmp_path):
         run_ranks(train, 1, job(tokens, tmp_path, train__steps=4, data__seed=9), init=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optim__name": "lion"}, r"optim\.name was adamw, now lion: go on with .* --ckpt\.init_from"),
+        ({"optim__ema_decay": 0.9}, r"optim\.ema_decay was 0\.0, now 0\.9: go on .* under the name 'ema'"),
+        ({"parallel__precision": "fp32"}, r"parallel\.precision was fp64, now fp32: go on .* of another dtype"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_has_other_state_than_the_checkpoint_is_refused_by_its_name(tokens, tmp_path, changes, says):
+    assert run_ranks(train, 1, job(tokens, tmp_path, train__steps=2), init=False) == [0]
+    with pytest.raises(RankFailure, match=says):
+        run_ranks(train, 1, job(tokens, tmp_path, train__steps=4, **changes), init=False)
+
+
 class Bomb:
     """Unpickled, it touches a file."""
 

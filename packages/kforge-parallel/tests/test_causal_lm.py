@@ -225,8 +225,10 @@ def test_what_it_cannot_is_refused():
         CausalLM(families.build("Olmo2")).stage(True, [0], False)
     with pytest.raises(ValueError, match="tie_word_embeddings = true"):
         CausalLM(families.build("Llama", tie_word_embeddings=True)).stage(True, [0], False)
-    with pytest.raises(ValueError, match=r"Gemma2Attention has softcap 50\.0"):
-        CausalLM(families.build("Gemma2"))(families.IDS)
+    with pytest.raises(ValueError, match=r"Gemma2Attention bounds its scores by softcap 50\.0"):
+        CausalLM(families.build("Gemma2"))
+    with pytest.raises(ValueError, match=r"attention_dropout to 0\.0"):
+        CausalLM(families.build("Llama", attention_dropout=0.1))
     with pytest.raises(ValueError, match="output_router_logits = true"):
         CausalLM(families.build("Qwen3Moe", output_router_logits=True))
     with pytest.raises(ValueError, match="labels need a scale"):
@@ -258,9 +260,17 @@ def test_what_is_no_language_model_of_transformers_is_refused(build, says):
         CausalLM(build(transformers))
 
 
+def test_sinks_are_refused():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(**HALF, num_key_value_heads=2, head_dim=4, num_local_experts=2)
+    with pytest.raises(ValueError, match="GptOssAttention has sinks"):
+        CausalLM(GptOssForCausalLM(config))
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_parameters_of_every_family_are_listed(name):
-    model = CausalLM(families.build(name))
+    model = CausalLM(families.build(name, **({"attn_logit_softcapping": None} if name == "Gemma2" else {})))
     listed = parameters_of(model)
     assert [(p.name, p.shape) for p in listed] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
     assert {p.layer for p in listed} == {None, 0, 1} and all(p.word for p in listed)

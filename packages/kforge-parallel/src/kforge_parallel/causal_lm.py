@@ -33,8 +33,8 @@ class CausalLM(nn.Module):
     wider; losses beside it, such as that of the balance of experts, are not added.
 
     Raises ValueError for what is no such model (a module of another kind, a model without a head over the vocabulary,
-    an encoder, blocks without attention or with one that does not go by transformers' registry), and when it is called
-    for attention that is more than a softmax over what a window shows, or that drops values.
+    an encoder, blocks without attention or with one that does not go by transformers' registry), and for attention that
+    is more than a softmax over what a window shows (soft-caps, sinks), or that drops values.
     """
 
     hf: Any
@@ -52,6 +52,9 @@ class CausalLM(nn.Module):
                 "config.output_router_logits = true asks for a loss of the balance of experts, which CausalLM does not "
                 "add; set it to false"
             )
+        for module in model.modules():
+            if _attends(module):
+                _check_softmax(module)
         vars(self)["hf"] = model  # not a child: its children are this one's, so that names are theirs
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -186,6 +189,23 @@ class CausalLM(nn.Module):
 def _attends(module: Any) -> bool:
     """Whether a module of transformers is the attention of a block of a decoder."""
     return hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+
+
+def _check_softmax(attention: Any) -> None:
+    """Raise ValueError for attention that `Core` does not compute, as far as it can be seen before a call."""
+    kind = type(attention).__name__
+    if cap := getattr(attention, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"the attention of {kind} bounds its scores by softcap {cap}, which CausalLM does not compute; set "
+            "config.attn_logit_softcapping to None, which is another model"
+        )
+    if getattr(attention, "sinks", None) is not None:
+        raise ValueError(f"the attention of {kind} has sinks, which CausalLM does not compute")
+    if drops := getattr(attention, "attention_dropout", 0):
+        raise ValueError(
+            f"the attention of {kind} drops values with probability {drops}, which CausalLM does not; set "
+            "config.attention_dropout to 0.0"
+        )
 
 
 def _lack(model: Any) -> str:

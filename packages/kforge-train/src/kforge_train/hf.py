@@ -48,20 +48,25 @@ def export_folder(
     dtype: str | None = None,
     max_file_bytes: int = 5 * 10**9,
     raw: bool = False,
+    tokenizer: str | Path | None = None,
 ) -> int:
     """Write a run's weights, config.json and tokenizer into ``folder``; returns the step that they are of.
 
     step: of the checkpoint; None: the newest. dtype: what floating-point parameters are converted to, float32 or
     bfloat16, say; None: as they were trained, at full precision under split storage. Biases of routers stay as they
     are. max_file_bytes: size of one file of weights; a larger tensor has one of its own. raw: the weights that training
-    goes on from, also where the run keeps an average of them (a moving one, or Schedule-Free's).
+    goes on from, also where the run keeps an average of them (a moving one, or Schedule-Free's). tokenizer: as
+    `data.tokenizer`; None: the run's own, and where it names none the folder has none, which is told in the log.
 
     Raises ConfigError for what is no run or has no such checkpoint, or a damaged one, for a model that no family of
-    Hugging Face can say, and for a ``folder`` that holds weights already.
+    Hugging Face can say, for a tokenizer that is not there or has more tokens than the model, and for a ``folder`` that
+    holds weights already.
     """
     with config_errors():
         config = load_run(Path(run_dir))
         wanted = None if dtype is None else dtype_of(dtype)
+        named = str(tokenizer or config.data.tokenizer)
+        loaded = _tokenizer_of(named, config.model) if named else None
         weights = RunWeights(config, step, raw=raw)
         said, tensors = config_to_hf(config.model), HfTensors(config.model)
         if lost := sorted(tensors.parts.keys() - weights.specs.keys()):
@@ -70,10 +75,15 @@ def export_folder(
         write_folder(Path(folder), specs, read, max_file_bytes=max_file_bytes)
         kinds = [spec.dtype for spec in specs if not _is_bias(spec.key)]
         said["torch_dtype"] = str(max(set(kinds), key=kinds.count)).removeprefix("torch.")
-        if config.data.tokenizer:
-            said["eos_token_id"] = _copy_tokenizer(Path(config.data.tokenizer), Path(folder), config.model)
+        if loaded is not None:
+            said["eos_token_id"] = _copy_tokenizer(named, loaded, Path(folder), config.model)
         else:
-            _log.warning("the run names no tokenizer (data.tokenizer), so none is in %s", folder)
+            _log.warning(
+                "%s has no tokenizer, and AutoTokenizer will not read it: the run names none (data.tokenizer). Type "
+                "kforge export %s ANOTHER_FOLDER --tokenizer PATH, of the tokenizer.json that made what it read",
+                folder,
+                run_dir,
+            )
         (Path(folder) / CONFIG).write_text(json.dumps(said, indent=2) + "\n", "utf-8")
     return weights.saved.contents.step
 
@@ -234,14 +244,29 @@ def _is_bias(name: str) -> bool:
     return name.endswith(("router.bias", "e_score_correction_bias"))
 
 
-def _copy_tokenizer(path: Path, folder: Path, model: ModelConfig) -> int | None:
+def _tokenizer_of(named: str, model: ModelConfig) -> Tokenizer:
+    """The tokenizer that is named. Raises ValueError for one that is not of this model."""
+    tokenizer = Tokenizer.load(named)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer {named} has {tokenizer.vocab_size} tokens, more than model.vocab_size = "
+            f"{model.vocab_size}; name the one that made what the run has read"
+        )
+    return tokenizer
+
+
+def _copy_tokenizer(named: str, tokenizer: Tokenizer, folder: Path, model: ModelConfig) -> int | None:
     """The tokenizer's files, with what Hugging Face's libraries want to know; returns the id that ends a text."""
-    source = path if path.is_dir() else path.parent
-    tokenizer = Tokenizer.load(path)
+    source = Path(named) if Path(named).is_dir() else Path(named).parent
     if tokenizer.file_name:
         tokenizer.save(folder / tokenizer.file_name)
     else:
-        _log.warning("%s has no file of its own, so none is in %s", path, folder)
+        _log.warning(
+            "%s has no tokenizer, and AutoTokenizer will not read it: %s has no file of its own. Use the library that "
+            "it comes from, or --tokenizer PATH of a tokenizer.json with the same ids",
+            folder,
+            named,
+        )
     try:
         end = tokenizer.eos_id
     except ValueError:

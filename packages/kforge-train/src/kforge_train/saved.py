@@ -87,6 +87,13 @@ def check_same_job(saved: Any, config: JobConfig, step: int) -> None:
             _log.info("changed since step %d: %s", step, text)
 
 
+def state_changes(saved: Any, config: JobConfig) -> list[str]:
+    """What is set otherwise than in the job ``saved``, as `check_same_job` takes it, and may decide which tensors there
+    are beside the model's: lines of "optim.name was adamw, now lion"."""
+    changes = sorted(_changes(saved, json.loads(json.dumps(asdict(config))))) if saved else []
+    return [text for path, text in changes if path.startswith("optim.") or path == "parallel.precision"]
+
+
 def _changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for section, fields in now.items():
         for name, value in fields.items():

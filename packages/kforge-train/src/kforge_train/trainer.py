@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kforge_ckpt import CheckpointError, PerRank
+from kforge_ckpt import CheckpointError, PerRank, StateMismatchError
 from kforge_metrics import read_events
 from kforge_optim import clip
 from kforge_parallel import check_replicas, compression_of, phase, precision_of, precision_table
@@ -23,7 +23,7 @@ from kforge_train.estimate import estimate_job, in_one_line, on_this_machine
 from kforge_train.evaluate import anywhere, evaluate
 from kforge_train.loading import LoaderState
 from kforge_train.qk_clip import clip_scores
-from kforge_train.saved import check_same_job, save_config
+from kforge_train.saved import check_same_job, save_config, state_changes
 from kforge_train.starting import start_from
 
 FAILED = 1
@@ -168,12 +168,22 @@ class Trainer:
         job = self.job
         job.optimizer.init_state()
         config = self.config.ckpt
+        changed: list[str] = []
 
         def accept(step: int, meta: dict[str, Any]) -> None:
             check_same_job(meta.get("config"), self.config, step)
+            changed[:] = state_changes(meta.get("config"), self.config)
 
         with config_errors():
-            self.saved_step = job.checkpointer.restore(self.state, verify=config.verify, accept=accept)
+            try:
+                self.saved_step = job.checkpointer.restore(self.state, verify=config.verify, accept=accept)
+            except StateMismatchError as error:
+                if not changed:
+                    raise
+                raise ConfigError(
+                    f"{'; '.join(changed)}: go on with what the run has, or start another one from its weights, "
+                    f"--ckpt.init_from {self.config.train.run_dir} --train.run_dir with another folder ({error})"
+                ) from error
             if self.saved_step is None and config.init_from:
                 step = start_from(config, job.model, job.optimizer, self.config.model)
                 job.tracker.event("start_from", 0, {"checkpoint": step, "folder": config.init_from})

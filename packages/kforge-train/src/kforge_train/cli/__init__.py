@@ -112,6 +112,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     export.add_argument("--dtype", metavar="DTYPE", help="of parameters: float32, bfloat16, … (default: as trained)")
     export.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help="size of a file (default: 5)")
     export.add_argument("--raw", action="store_true", help="the weights in training, where there are averages of them")
+    export.add_argument("--tokenizer", metavar="PATH", help="a tokenizer.json (default: the run's data.tokenizer)")
     imports = command("import", _import, "A folder of Hugging Face as a run of step 0, to evaluate or to start from.")
     imports.add_argument("folder", type=Path, metavar="FOLDER", help="config.json, *.safetensors, tokenizer.json")
     imports.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run to be made")
@@ -231,6 +232,7 @@ def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
             dtype=args.dtype,
             max_file_bytes=int(args.max_file_gb * 10**9),
             raw=args.raw,
+            tokenizer=args.tokenizer,
         )
     except OSError as error:
         raise ConfigError(str(error)) from error
