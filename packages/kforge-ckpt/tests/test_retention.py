@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stateful import Box
 
-from kforge_ckpt import Checkpointer, DamagedCheckpointError
+from kforge_ckpt import Checkpointer, DamagedCheckpointError, retention
 from kforge_ckpt.retention import Retention, read_scores, write_scores
 
 
@@ -195,3 +195,26 @@ def test_scores_that_cannot_be_read_delete_nothing_either(
     ckpt.save(4, {"box": Box()})
     ckpt.wait()
     assert ckpt.steps() == [1, 4] and read_scores(tmp_path) == {1: {"loss": 1.0}}
+
+
+def test_a_score_that_cannot_be_written_ends_no_run_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = Checkpointer(tmp_path, keep_last=1, keep_best=1)
+    ckpt.save(1, {"box": Box()})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "replace_file", full)
+        ckpt.score(1, loss=1.0)
+        assert "the score of step 1 is not in" in caplog.text and "No space left" in caplog.text
+        ckpt.save(2, {"box": Box()})
+        ckpt.wait()
+        assert ckpt.steps() == [1, 2], "nothing is deleted for a score that is not written"
+    ckpt.score(2, loss=2.0)
+    assert read_scores(tmp_path) == {1: {"loss": 1.0}, 2: {"loss": 2.0}}
+    ckpt.save(3, {"box": Box()})
+    ckpt.wait()
+    assert ckpt.steps() == [1, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from kforge_ckpt.mirror import Mirror
 from kforge_ckpt.ranks import Ranks
 from kforge_ckpt.remote import is_url
 from kforge_ckpt.restoring import Plan, Saved, read_meta
-from kforge_ckpt.retention import Retention, mended_scores, write_scores
+from kforge_ckpt.retention import Retention, Scores, mended_scores, write_scores
 from kforge_ckpt.safetensors import header_of, write_tensors
 from kforge_ckpt.saving import Agreement, Collected, WriteTensors, collect, write, write_shared
 from kforge_ckpt.staging import HostMemory, Staging, room_for
@@ -142,6 +143,8 @@ class Checkpointer:
         self._ranks_then: Ranks | None = None
         self._agreement = Agreement(threads)
         self._damage = Damage(self.dir)
+        self._told: list[tuple[int, dict[str, float]]] = []
+        self._scoring = threading.Lock()
         self._lock: FolderLock | Lease | None = None
         self._abandoned: weakref.finalize[..., Any] | None = None
         self._saving = Background()
@@ -259,11 +262,25 @@ class Checkpointer:
 
     def score(self, step: int, **values: float) -> None:
         """Tell how good the checkpoint of a step is, for `Retention.best`: metrics by name. On rank 0 alone; others do
-        nothing. Kept beside the checkpoints, for whoever goes on with them."""
+        nothing. Kept beside the checkpoints, for whoever goes on with them. Where that cannot be written, it is told in
+        the log, and tried again with the next score, and before a checkpoint is deleted."""
         if self._ranks().rank == 0:
+            self._told.append((step, {name: float(value) for name, value in values.items()}))
+            try:
+                self._scores()
+            except (OSError, CheckpointError) as error:
+                logger.error("the score of step %d is not in %s yet: %s", step, self.dir, error)
+
+    def _scores(self) -> Scores:
+        """All scores, once those that were told of are beside the checkpoints."""
+        with self._scoring:
             scores = mended_scores(self.dir, commit.committed(self.dir))
-            scores[step] = {**(scores.get(step) or {}), **{name: float(value) for name, value in values.items()}}
-            write_scores(self.dir, scores)
+            for step, values in self._told:
+                scores[step] = {**(scores.get(step) or {}), **values}
+            if self._told:
+                write_scores(self.dir, scores)
+                self._told.clear()
+            return scores
 
     def staged(self) -> None:
         """Wait until the tensors of the last save may be changed. On CUDA the host does not wait: the current stream
@@ -376,7 +393,7 @@ class Checkpointer:
     def _put_aside(self, found: dict[int, Place], saved: int) -> list[tuple[int, Place]]:
         """Take what no rule keeps away from readers; `_delete` does the rest."""
         temporary = [step for step, folder in found.items() if commit.is_temporary(folder)]
-        scores = mended_scores(self.dir, found) if self.keep.best else None
+        scores = self._scores() if self.keep.best else None
         waiting = set() if self._mirror is None else self._mirror.waiting(found)
         protect = {saved, *waiting}
         old = self.keep.expendable(found, temporary=temporary, scores=scores, protect=protect, damaged=self._damage)
