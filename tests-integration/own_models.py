@@ -3,6 +3,7 @@ import it."""
 
 from typing import ClassVar
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -47,6 +48,20 @@ class Model(nn.Module):
         return (nll * scale).sum(), nll.detach()
 
 
+@MODELS.register("own-counting")
+class Counting(Model):
+    """As Model; what it has been called for is a part of its state."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, *args, **more):
+        if self.training:
+            self.calls += 1
+        return super().forward(*args, **more)
+
+
 def hugging_face(kind, config, **more):
     import transformers
 
@@ -81,3 +96,38 @@ def train(rank, world, *configs):
     from kforge_train import run
 
     return [run(config) for config in configs]
+
+
+def saved_before_a_step(rank, world, config):
+    """The calls that a job's model has in the checkpoint of step 3, and after a step that came before it was copied,
+    unless the save was waited for."""
+    import threading
+
+    from kforge_ckpt import Checkpointer
+    from kforge_ckpt.staging import Staging
+    from kforge_train.build import build, checkpoint_dir
+    from kforge_train.trainer import Trainer
+
+    may_copy, copy = threading.Event(), Staging._copy
+
+    def slowly(self, stream):
+        may_copy.wait()
+        copy(self, stream)
+
+    def before_a_change():
+        if parts.checkpointer._staging is not None:
+            may_copy.set()
+        staged()
+
+    Staging._copy = slowly
+    with build(config) as parts:
+        staged, parts.checkpointer.staged = parts.checkpointer.staged, before_a_change
+        trainer = Trainer(parts)
+        for _ in range(3):
+            trainer.step()
+        trainer.save()
+        trainer.step()
+        parts.checkpointer.wait()
+        after = parts.model.calls.item()
+        Checkpointer(checkpoint_dir(config)).restore({"model": parts.model}, step=3)
+        return parts.model.calls.item(), after

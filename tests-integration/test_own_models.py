@@ -44,6 +44,11 @@ def test_a_hugging_face_job_in_stages_over_experts_and_parts_of_rows(tokens, tmp
         assert values(tmp_path / name, "loss") == pytest.approx(values(tmp_path / "one", "loss"), rel=1e-10), name
 
 
+def test_buffers_that_change_in_forward_are_saved_as_they_were(tokens, tmp_path):
+    config = job(tokens, tmp_path, model__kind="own-counting")
+    assert run_ranks(own_models.saved_before_a_step, 1, config) == [(3, 4)]
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [

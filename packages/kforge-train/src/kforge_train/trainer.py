@@ -39,6 +39,9 @@ class Trainer:
         """Optimizer steps done, which is the number of the next one."""
         self.compression = compression_of(job.model)
         """What the replicas of a job that compresses gradients have left over."""
+        own = job.config.model.kind != "transformer"
+        self.forward_writes = own and bool(job.model.state_dict().keys() - dict(job.model.named_parameters()).keys())
+        """Whether a forward pass may change what is saved: the buffers of a model that is not kforge's own."""
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
         self.save_failed = False
@@ -86,6 +89,8 @@ class Trainer:
             window = job.loader.next()
         rows = self.config.data.batch_size().at(self.next_step)
         scored = job.engine.scored_tokens(window)
+        if self.forward_writes:
+            job.checkpointer.staged()
         boost = job.scaler.scale  # 1, but for fp16
         scale = boost / scored.clamp(min=1)  # a window without a label to score changes nothing
         loss = job.engine.forward_backward(window, scale) / boost
