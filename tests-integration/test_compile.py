@@ -7,16 +7,17 @@ from jobs import job, train, values
 
 from kforge_testing import run_ranks
 
+LENGTHS = {
+    "data__phases": [{"step": step, "row_tokens": 32 + 8 * step} for step in range(1, 14)],
+    "train__steps": 14,
+}
+"""Rows of two lengths until all is warm, and of twelve others after."""
 KINDS = {
     "packed": {},
-    "experts": {"model__n_experts": 4, "model__moe_pattern": "DM"},
     "windows": {"model__window": 5, "model__window_pattern": "WF"},
-    "lengths": {
-        "data__phases": [{"step": step, "row_tokens": 32 + 8 * step} for step in range(1, 14)],
-        "train__steps": 14,
-    },
+    "lengths": LENGTHS,
+    "experts": {**LENGTHS, "model__n_experts": 4, "model__moe_pattern": "DM"},
 }
-"""The last has rows of two lengths until all is warm, and of twelve others after."""
 
 
 def warm_and_on(rank, world, config):

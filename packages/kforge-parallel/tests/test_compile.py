@@ -117,6 +117,23 @@ def test_the_planted_fault_is_found(graphs, monkeypatch):
         both(*models, 4, 32, 16)
 
 
+def test_numbers_may_be_constants_where_sizes_are_none(graphs):
+    """What blocks of several graphs want."""
+    model = Measured()
+    compile_blocks(list(model.layers), backend="aot_eager", constants=True)
+    plain = Measured()
+    plain.load_state_dict(model.state_dict())
+    for tokens in (16, 24):
+        both(plain, model, 4, tokens, 16)
+    warm = graphs()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for tokens in range(32, 80, 8):
+            both(plain, model, 4, tokens, 16)
+        with pytest.raises(RuntimeError, match="recompil"):
+            both(plain, model, 4, 16, 32)
+    assert graphs() == warm == 2
+
+
 def test_more_graphs_than_torch_would_make_are_made(graphs):
     """A function whose layers differ in a constant has a graph for each."""
 

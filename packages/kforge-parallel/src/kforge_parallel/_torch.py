@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -167,6 +168,15 @@ def allow_graphs(number: int) -> None:
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, number)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * number)
+
+
+def constant_numbers() -> AbstractContextManager[Any]:
+    """While it lasts, what is compiled has Python's whole numbers for constants, never for inputs; sizes of tensors may
+    be inputs. Stands in for a public option of ``torch.compile``."""
+    import torch._dynamo.config as dynamo
+
+    patched: AbstractContextManager[Any] = dynamo.patch(specialize_int=True)  # type: ignore[attr-defined]
+    return patched
 
 
 def keep_donated_buffers() -> None:

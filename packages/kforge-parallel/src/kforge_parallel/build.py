@@ -274,7 +274,7 @@ def _prepare_blocks(blocks: list[nn.Module], config: ParallelConfig, mesh: Mesh)
     mixed = _several_graphs(blocks, config, mesh.cp_size)
     if config.compile:
         if mixed:
-            compile_blocks(mixed, dynamic=False)
+            compile_blocks(mixed, constants=True)
         if SCHEDULES[config.pp_schedule].splits_backward:
             keep_donated_buffers()
     whole = [block for block in blocks if block not in mixed] if config.compile else []
