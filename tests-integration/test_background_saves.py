@@ -56,3 +56,31 @@ def test_a_save_that_fails_ends_the_run_after_another_try(tokens, tmp_path, worl
     assert steps == ([3, last] if last > 6 else [3, 6])  # not step 6 where another could be written
     assert set(values(tmp_path, "background", "checkpoint").values()) == {True}  # not told of as saved before it is
     assert run_ranks(train, world, job(tokens, tmp_path, train__steps=last + 1), init=False) == [0] * world
+
+
+def steps_there(rank, world, config):
+    """Train; the steps that are there when each save begins."""
+    from kforge_train.build import build
+    from kforge_train.trainer import Trainer
+
+    seen = []
+    with build(config) as parts:
+        save = parts.checkpointer.save
+
+        def noted(*arguments, **more):
+            parts.checkpointer.wait()
+            seen.append(parts.checkpointer.steps())
+            return save(*arguments, **more)
+
+        parts.checkpointer.save = noted
+        code = Trainer(parts).run()
+        parts.checkpointer.wait()
+        return code, [*seen, parts.checkpointer.steps()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_of_saves_by_the_clock_the_last_one_is_kept_until_there_is_a_later_one(tokens, tmp_path, world):
+    clock = {"ckpt__every_minutes": 1e-9, "ckpt__every_steps": 3, "ckpt__keep_last": 2, "train__steps": 7}
+    ranks = run_ranks(steps_there, world, job(tokens, tmp_path, **clock), init=False)
+    assert [code for code, _ in ranks] == [0] * world
+    assert ranks[0][1] == [[], [2], [3], [3, 4], [3, 5], [3, 6], [6, 7]]  # of the rank that deletes

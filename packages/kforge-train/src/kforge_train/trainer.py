@@ -142,7 +142,8 @@ class Trainer:
                 break
             # Saved first: what comes while an evaluation runs then finds everything safe.
             due = self.due(config.ckpt.every_steps)
-            if (due or verdict.save) and not job.guard.settle().skipped:
+            by_clock = verdict.save and self.next_step < config.train.steps  # the last one is no temporary one
+            if (due or by_clock) and not job.guard.settle().skipped:
                 self.save(temporary=not due)
             # One that a stop has cut short is made when the run goes on from here: no step is made before it.
             going = not self.due(config.train.eval_every_steps) or self.evaluate()
