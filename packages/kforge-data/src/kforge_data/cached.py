@@ -38,10 +38,11 @@ def cached_tokens(
 ) -> TokenShards:
     """Token shards of text files or of datasets (``datasets://…``), made by the first who asks for them.
 
-    They lie in ``cache`` (default: `cache_folder`) under a key of the files (names, sizes and times of change; of a
-    dataset its fingerprint), the tokenizer and the other arguments, which are those of `tokenize_files`. One process of
-    a machine makes them while others wait, up to ``wait_s`` seconds (TimeoutError). Killed, it is gone on with. Where
-    the index or the size of a file shows damage, they are told of and made anew; `verify` reads more.
+    They lie in ``cache`` (default: `cache_folder`) under a key of the files (names, sizes and times of change, of URLs
+    what their store says of versions, of a dataset its fingerprint), the tokenizer and the other arguments, which are
+    those of `tokenize_files`. One process of a machine makes them while others wait, up to ``wait_s`` seconds
+    (TimeoutError). Killed, it is gone on with. Where the index or the size of a file shows damage, they are told of and
+    made anew; `verify` reads more.
     """
     files = list_files(inputs)
     options: dict[str, Any] = {

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from kforge_data.text_files import (
     Bad,
+    check_all_read,
     file_size,
     is_dataset,
     kind_of,
@@ -179,7 +180,9 @@ def _decode(raw: bytes) -> str | Bad:
 def _read_txt(file: str | Path, unit: str, opened: list[IO[bytes]]) -> Iterator[tuple[str, str | Bad]]:
     if unit == "file":
         with open_bytes(file, opened) as content:
-            yield str(file), _decode(content.read())
+            whole = content.read()
+            check_all_read(file, opened[-1])
+            yield str(file), _decode(whole)
         return
     with open_bytes(file, opened) as lines:
         paragraph: list[str] = []
@@ -196,6 +199,7 @@ def _read_txt(file: str | Path, unit: str, opened: list[IO[bytes]]) -> Iterator[
             elif paragraph:
                 yield f"{file}:{number}", "\n".join(paragraph)
                 paragraph = []
+        check_all_read(file, opened[-1])
         if paragraph:
             yield f"{file}:{number}", "\n".join(paragraph)
 
@@ -227,6 +231,7 @@ def _read_jsonl(file: str | Path, field: str, opened: list[IO[bytes]]) -> Iterat
                 yield f"{file}:{number}", Bad("half of a surrogate pair, which is not Unicode text")
                 continue
             yield f"{file}:{number}", text or ""
+        check_all_read(file, opened[-1])
     if records and not having:
         raise ValueError(f"{file}: no record has the field {field!r}; the first one has {', '.join(others) or 'none'}")
 

@@ -69,9 +69,11 @@ def list_files(inputs: Sequence[str | Path]) -> list[str | Path]:
             files.append(given)
             continue
         if is_url(given):
-            filesystem, path = needed("fsspec.core", "remote", str(given)).url_to_fs(str(given))
-            is_folder, exists = filesystem.isdir(path), filesystem.exists(path)
-            inside = [filesystem.unstrip_protocol(file) for file in sorted(filesystem.find(path))] if is_folder else []
+            with _explained(given, "looked at"):
+                filesystem, path = _filesystem(given)
+                is_folder, exists = filesystem.isdir(path), filesystem.exists(path)
+                found = sorted(filesystem.find(path)) if is_folder else []
+            inside = [filesystem.unstrip_protocol(file) for file in found]
         else:
             given = Path(given)
             is_folder, exists = given.is_dir(), given.exists()
@@ -100,37 +102,101 @@ def file_size(file: str | Path) -> int:
         return dataset_facts(str(file))[0]
     if not is_url(file):
         return Path(file).stat().st_size
-    filesystem, path = needed("fsspec.core", "remote", str(file)).url_to_fs(str(file))
-    return int(filesystem.size(path) or 0)
+    return int(_info(file).get("size") or 0)
+
+
+def file_version(file: str | Path) -> int | str:
+    """What becomes another one when a file is changed: when that was, or what its store says of it; of a dataset its
+    fingerprint. "" where a store says nothing."""
+    if is_dataset(file):
+        from kforge_data.hugging_face import dataset_facts
+
+        return dataset_facts(str(file))[1]
+    if not is_url(file):
+        return Path(file).stat().st_mtime_ns
+    info = _info(file)
+    return next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+
+
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created")
+"""Entries of what a store of fsspec says of a file, that are alike however it is asked."""
+
+
+def _info(file: str | Path) -> dict[str, Any]:
+    with _explained(file, "looked at"):
+        filesystem, path = _filesystem(file)
+        found: dict[str, Any] = filesystem.info(path)
+        return found
+
+
+def _filesystem(file: str | Path) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it. ValueError where its library is missing."""
+    try:
+        found: tuple[Any, str] = needed("fsspec.core", "remote", str(file)).url_to_fs(str(file))
+    except ImportError as error:  # of the store, as s3fs; its words say which
+        raise ValueError(f"{file} needs a library of its store: {error}") from error
+    except ValueError as error:
+        raise error if str(file) in str(error) else ValueError(f"{file} cannot be opened: {error}") from error
+    return found
+
+
+@contextmanager
+def _explained(file: str | Path, done: str = "read") -> Iterator[None]:
+    """Errors of a store as a ValueError that names the file."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__ == "builtins":
+            raise  # no store raises these
+        raise ValueError(f"{file} cannot be {done}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
 def open_bytes(file: str | Path, opened: list[IO[bytes]] | None = None) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked. ValueError that names the file where it is damaged. ``opened`` becomes the list of
-    the file as it lies there, whose position says how far reading has come."""
-    with _open_raw(file) as raw:
-        if opened is not None:
-            opened[:] = [raw]
-        name = file_name(file)
-        if name.endswith(".gz"):
-            with gzip.open(raw, "rb") as unpacked:
-                try:
-                    yield unpacked  # type: ignore[misc]
-                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    raise ValueError(f"{file} is damaged: {error}") from error
-        elif name.endswith(".zst"):
-            zstandard = needed("zstandard", "zst", str(file))
-            with io.BufferedReader(_Checked(raw, zstandard), 1 << 20) as checked:
-                try:
-                    yield checked
-                except (EOFError, zstandard.ZstdError) as error:
-                    raise ValueError(f"{file} is damaged: {error}") from error
-        else:
-            yield raw
+    """The bytes of a file, unpacked. ValueError that names the file where it is damaged, or its store fails. ``opened``
+    becomes the list of the file as it lies there, whose position says how far reading has come."""
+    if is_url(file):
+        with (
+            _explained(file),
+            _filesystem(file)[0].open(str(file), "rb") as raw,
+            _unpacked(file, raw, opened) as content,
+        ):
+            yield content
+    else:
+        with open(file, "rb") as raw, _unpacked(file, raw, opened) as content:
+            yield content
 
 
-def _open_raw(file: str | Path) -> Any:
-    return needed("fsspec", "remote", str(file)).open(str(file), "rb") if is_url(file) else open(file, "rb")
+def check_all_read(file: str | Path, raw: IO[bytes]) -> None:
+    """ValueError where a store gave fewer bytes than it has of a file that was read to its end, so that what is missing
+    is not taken for the end of the text."""
+    size = getattr(raw, "size", None)
+    if is_url(file) and size is not None and raw.tell() < size:
+        raise ValueError(f"{file} cannot be read: its store has {size} bytes of it, and gave {raw.tell()}")
+
+
+@contextmanager
+def _unpacked(file: str | Path, raw: Any, opened: list[IO[bytes]] | None) -> Iterator[IO[bytes]]:
+    if opened is not None:
+        opened[:] = [raw]
+    name = file_name(file)
+    if name.endswith(".gz"):
+        with gzip.open(raw, "rb") as unpacked:
+            try:
+                yield unpacked  # type: ignore[misc]
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{file} is damaged: {error}") from error
+    elif name.endswith(".zst"):
+        zstandard = needed("zstandard", "zst", str(file))
+        with io.BufferedReader(_Checked(raw, zstandard), 1 << 20) as checked:
+            try:
+                yield checked
+            except (EOFError, zstandard.ZstdError) as error:
+                raise ValueError(f"{file} is damaged: {error}") from error
+    else:
+        yield raw
 
 
 class _Checked(io.RawIOBase):

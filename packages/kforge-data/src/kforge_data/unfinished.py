@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kforge_data.text_files import file_size, is_dataset, is_url
+from kforge_data.text_files import file_size, file_version
 
 NOTE = "unfinished.json"
 _VERSION = 2
@@ -63,17 +63,8 @@ def remove_note(folder: Path) -> None:
 
 
 def describe_files(files: Sequence[str | Path]) -> list[list[Any]]:
-    """Name, size and time of change (of a dataset its fingerprint) of each file, by which a later run knows that it is
-    the same."""
-    return [[str(f), file_size(f), _changed(f)] for f in files]
-
-
-def _changed(file: str | Path) -> int | str:
-    if is_dataset(file):
-        from kforge_data.hugging_face import dataset_facts
-
-        return dataset_facts(str(file))[1]
-    return 0 if is_url(file) else Path(file).stat().st_mtime_ns
+    """Name, size and version of each file, by which a later run knows that it is the same."""
+    return [[str(file), file_size(file), file_version(file)] for file in files]
 
 
 def check_note(note: Mapping[str, Any], options: Mapping[str, Any], files: Sequence[str | Path], folder: Path) -> None:
