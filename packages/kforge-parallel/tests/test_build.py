@@ -197,11 +197,17 @@ def unknown_options(rank, world):
         with pytest.raises(ValueError) as info:
             kp.parallelize(Toy, mesh, **options)
         errors.append(str(info.value))
+    for build in (Toy(), lambda: None):
+        with pytest.raises(ValueError) as info:
+            kp.parallelize(build, mesh)
+        errors.append(str(info.value))
     return errors
 
 
-def test_unknown_words_list_the_known_ones():
-    precision, recompute, gradients, blocks = run_ranks(unknown_options, 1)[0]
+def test_unknown_words_list_the_known_ones_and_what_is_built_is_looked_at():
+    precision, recompute, gradients, blocks, model, nothing = run_ranks(unknown_options, 1)[0]
+    assert model.startswith("build is a Toy that is built already; give what builds it, such as lambda: Toy(…)")
+    assert nothing == "build made NoneType None, and no module; let it return the model"
     assert "'fp8'" in precision and "bf16, fp16, tf32, fp32, fp64" in precision
     assert "'some'" in recompute and "none, full, selective" in recompute
     assert "'max'" in gradients

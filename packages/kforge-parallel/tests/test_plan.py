@@ -52,6 +52,7 @@ def test_a_star_is_one_part_of_a_name():
     [
         ({"layers.*.upp": "colwise"}, r"'layers.\*.upp' \(colwise\) matches no module and no parameter.*near it are"),
         ({"embed": "vocab_embeding"}, "'vocab_embeding' is no word; did you mean 'vocab_embedding'"),
+        ({"embed": 3}, "plan entry 'embed': 3 is no word; known are gather"),
         ({"layers.0.up": "rowwise"}, "gives layers.0.up two words, colwise and rowwise"),
     ],
 )

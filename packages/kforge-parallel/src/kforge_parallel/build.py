@@ -91,7 +91,7 @@ def parallelize(
     precision = precision_of(config.precision, config.storage)
     wrapped = mesh.size > 1 or config.storage == "fp32"
     with torch.device("meta" if init is not None or not allocate else "cpu"):
-        model = build()
+        model = built_by(build)
     if config.recompute == "auto":
         config = _choose_recompute(model, mesh, config, work, plan, blocks)
     names, tied = _names(model), _tied(model)
@@ -189,6 +189,19 @@ def parallelize(
             compression.bytes_sent / 1e6,
             compression.bytes_uncompressed / 1e6,
         )
+    return model
+
+
+def built_by(build: Callable[[], nn.Module]) -> nn.Module:
+    """What ``build`` returns. Raises ValueError for a model in its place, and where it makes none."""
+    if isinstance(build, nn.Module):
+        raise ValueError(
+            f"build is a {type(build).__name__} that is built already; give what builds it, such as lambda: "
+            f"{type(build).__name__}(…), which is called where the model is to lie"
+        )
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"build made {type(model).__name__} {model!r}, and no module; let it return the model")
     return model
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from kforge_parallel._torch import join_fake_world, local_tensor
 from kforge_parallel.axes import AXES, places, product_text
-from kforge_parallel.build import parallelize
+from kforge_parallel.build import built_by, parallelize
 from kforge_parallel.config import ParallelConfig
 from kforge_parallel.estimate import gb
 from kforge_parallel.layout import check_layout
@@ -81,9 +81,7 @@ def check_rank(
         raise ValueError(f"rank {rank} does not exist in a world of {world_size}; use one from 0 to {world_size - 1}")
     config = replace(config, device="cpu")
     with torch.device("meta"):
-        whole = build()
-    if not isinstance(whole, nn.Module):
-        raise ValueError(f"build made {type(whole).__name__} {whole!r}, and no module; let it return the model")
+        whole = built_by(build)
     axes = check_layout(config, world_size, getattr(whole, "shape", None))
     listed = parameters_of(whole, blocks=blocks, plan=plan)
     join_fake_world(rank, world_size)

@@ -86,7 +86,7 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str]) -> Resolved:
     by_parameter: dict[str, str] = {}
     for pattern, word in plan.items():
         if word not in WORDS:
-            near = difflib.get_close_matches(word, WORDS, n=1)
+            near = difflib.get_close_matches(str(word), WORDS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"plan entry {pattern!r}: {word!r} is no word; {hint}known are {', '.join(WORDS)}")
         glob = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
