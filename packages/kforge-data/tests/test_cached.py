@@ -156,6 +156,7 @@ def test_in_a_config(corpus: list[str], tokenizer: Tokenizer, tmp_path: Path) ->
         ({"train": "?stream=1", "mask_short": 9}, "data.mask_short = 9 looks at all documents before"),
         ({"train": "?stream=1", "mask_duplicates": True}, "data.mask_duplicates = True looks at all documents before"),
         ({"train": "?stream=1", "tokenizer": ""}, "stream=1 is text, which takes a tokenizer"),
+        ({"train": ""}, "data.train is empty, and there is no data.mixture"),
         ({"lanes": 0}, "data.lanes = 0 must be at least 1"),
         ({"stream_block": 0}, "data.stream_block = 0 must be at least 1"),
         ({"tokenizer": ""}, r"is text, which takes a tokenizer; name its tokenizer.json \(data.tokenizer\)"),

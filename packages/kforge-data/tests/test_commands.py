@@ -172,6 +172,28 @@ def test_dedup(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "bytes a token" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", [-5, 0, 10**12])
+def test_damaged_boundaries_are_an_error_of_every_command(
+    value: int, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And none writes anything of such a set."""
+    places = np.fromfile(words / "0-00000.docs", "<i8")
+    places[1] = value
+    places.tofile(words / "0-00000.docs")
+    out, tokenizer = ["--out", str(tmp_path / "o")], ["--tokenizer", str(tmp_path / "t.json")]
+    commands = [["convert", str(words), *out, *tokenizer, "--to", to] for to in ("shards", "npy", "megatron", "jsonl")]
+    commands += [["dedup", str(words), *out], ["stats", str(words)], ["inspect", str(words), "--documents", "1"]]
+    job = tmp_path / "job.toml"
+    job.write_text(f'[data]\nmixture = [{{name = "a", path = "{words}"}}]\npacking = "best_fit"\n')
+    for command in [*commands, ["mix", str(job), "--steps", "3"]]:
+        assert main(command) == 2, command
+        error = capsys.readouterr().err
+        assert f"{words}: where documents begin in its file number 0 does not run from 0" in error, command
+        assert error.count("\n") == 1
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("o")]
+    assert main(["verify", str(words)]) == 1
+
+
 def test_dedup_of_what_cannot_lie_together(
     make_shards: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,6 +224,22 @@ def test_saved_at_the_end_of_an_epoch_and_gone_on_with_more(numbered: Make) -> N
     assert [row for rows in first + rest for row in rows] == expected
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_saved_inside_an_accumulation_window(numbered: Make, workers: int) -> None:
+    """A state counts the window that was handed out as read, at whichever of its microbatches it is taken."""
+    options: dict[str, Any] = {"row_tokens": 4, "global_rows": 6, "microbatch_rows": 2, "workers": workers}
+    with Loader(numbered(40), **options) as loader:
+        windows = [[batch["row_ids"].tolist() for batch in loader.next()] for _ in range(5)]
+    with Loader(numbered(40, name="again"), **options) as loader:
+        loader.next()
+        states = [loader.state_dict() for _ in loader.next()]
+    assert len(states) == 3 and all(state["position"] == 12 for state in states)
+    for state in states:
+        with Loader(numbered(40, name="more", overwrite=True), **options) as loader:
+            loader.load_state_dict(state)
+            assert [[batch["row_ids"].tolist() for batch in loader.next()] for _ in range(3)] == windows[2:]
+
+
 def test_loading_drops_what_was_read_ahead(numbered: Make) -> None:
     loader = load(numbered(100), workers=2)
     start = loader.state_dict()

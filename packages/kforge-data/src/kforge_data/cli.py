@@ -260,6 +260,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     tokenizer = _tokenizer(arguments)
     if tokenizer:
         shards.check_tokenizer(tokenizer)
+    if arguments.documents:
+        shards.check_documents()
     documents: list[dict[str, Any]] = []
     for number in range(min(arguments.documents, shards.documents)):
         ids = shards.document(number)

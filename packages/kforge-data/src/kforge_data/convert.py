@@ -46,6 +46,7 @@ def convert_tokens(
     """
     if to not in FORMATS:
         raise ValueError(f"format {to!r} is not one of {', '.join(FORMATS)}")
+    stream.check_documents()
     out = Path(out)
     exists = [path for path in (pair_of(out) if to == "megatron" else [out]) if path.is_file()]
     if to != "shards" and exists and not overwrite:

@@ -28,7 +28,8 @@ _CHUNK_DOCUMENTS = 1 << 16
 
 
 def documents_of(stream: TokenStream) -> Iterator[NDArray[np.unsignedinteger]]:
-    """The tokens of each document, in order; views of the files."""
+    """The tokens of each document, in order; views of the files. ValueError where boundaries are damaged."""
+    stream.check_documents()
     for tokens, docs in zip(stream._bins, stream._docs, strict=True):
         for at in range(0, len(docs) - 1, _CHUNK_DOCUMENTS):
             bounds = docs[at : at + _CHUNK_DOCUMENTS + 1].tolist()

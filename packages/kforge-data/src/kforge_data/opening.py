@@ -73,6 +73,8 @@ def _holds_files(folder: Path) -> bool:
 
 def training_streams(config: DataConfig) -> dict[str, TokenStream | StreamedDocuments]:
     """What a config trains on: the streams of its mixture by name, or the one of ``data.train`` as "train"."""
+    if not config.mixture and not config.train:
+        raise ValueError("data.train is empty, and there is no data.mixture; name tokens or text to train on")
     paths = {str(table["name"]): table["path"] for table in config.mixture} or {"train": config.train}
     result: dict[str, TokenStream | StreamedDocuments] = {}
     for name, path in paths.items():

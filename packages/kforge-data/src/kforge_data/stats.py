@@ -50,6 +50,7 @@ def token_stats(stream: TokenStream, tokenizer: Tokenizer | None = None) -> Stat
     """
     if not stream.documents:
         raise ValueError(f"{stream.name} holds no documents, of which nothing can be said")
+    stream.check_documents()
     lengths = np.concatenate([np.diff(docs) for docs in stream._docs])
     edges = _edges(int(lengths.max()))
     counts = np.histogram(lengths, edges)[0]

@@ -128,6 +128,12 @@ class TokenStream:
                 parts.append(docs[low:high] + self._first_token[shard])
         return np.append(np.concatenate([np.empty(0, np.int64), *parts]), self.document_end(last - 1))
 
+    def check_documents(self) -> None:
+        """ValueError where the boundaries of documents are damaged. One pass over them."""
+        for shard, docs in enumerate(self._docs):
+            for at in range(0, len(docs) - 1, 1 << 20):
+                self._check_bounds(shard, at, min(at + (1 << 20), len(docs) - 1))
+
     def _check_bounds(self, shard: int, first: int, last: int) -> None:
         """ValueError unless documents first..last-1 of a file lie in it, in ascending order, none of them empty."""
         docs, tokens = self._docs[shard], len(self._bins[shard])
