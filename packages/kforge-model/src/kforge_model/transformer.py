@@ -308,17 +308,17 @@ class Transformer(nn.Module):
     def _counted(self, layers: list[int], reduce: Reduce | None) -> tuple[Tensor, Tensor | None]:
         """The sums of all ranks over ``layers``, [L,E+3] float64, and the biases [L,E] of their routers, where they
         have some. A stage adds what it has, and learns the rest from the others."""
-        mixtures = {moe.layer: moe for moe in self._mixtures()}
         experts, biased = self.config.n_experts, self.config.router_bias
-        device = next(self.parameters()).device
         # Each layer's counts, biases and a 1: ranks that hold a layer hold its bias alike, so their mean is it.
-        table = torch.zeros(len(layers), 2 * experts + 4, dtype=torch.float64, device=device)
-        for row, layer in enumerate(layers):
-            if layer in mixtures:
-                table[row, : experts + 3] = mixtures[layer].counted()
-                table[row, -1] = 1.0
-                if biased:
-                    table[row, experts + 3 : -1] = cast(Tensor, mixtures[layer].router.bias)
+        rows = {}
+        for moe in self._mixtures():
+            counts = moe.counted()
+            bias = cast(Tensor, moe.router.bias).to(counts) if biased else counts.new_zeros(experts)
+            rows[moe.layer] = torch.cat([counts, bias, counts.new_ones(1)])
+        # Where tokens were counted; weights that are offloaded are elsewhere.
+        device = next(iter(rows.values()), next(self.parameters())).device
+        nothing = torch.zeros(2 * experts + 4, dtype=torch.float64, device=device)
+        table = torch.stack([rows.get(layer, nothing) for layer in layers])
         if reduce is not None:
             reduce(table)
         counts, biases, held = table.split((experts + 3, experts, 1), dim=1)

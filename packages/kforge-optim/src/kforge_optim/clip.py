@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kforge_optim._torch import foreach_norm
 from kforge_optim.groups import Group, clean_name
+from kforge_optim.scalars import on_device
 from kforge_optim.sharding import distinct_shards, local_gradient
 
 Parameters = nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
@@ -172,7 +173,7 @@ def clip_values_(parameters: Parameters, max_value: float, *, scale: Tensor | No
             if scale is None:
                 grad.clamp_(-max_value, max_value)
             else:
-                bound = max_value * scale.detach().to(grad, non_blocking=True)
+                bound = max_value * on_device(scale.detach(), grad.device).to(grad.dtype)
                 grad.clamp_(-bound, bound)
 
 

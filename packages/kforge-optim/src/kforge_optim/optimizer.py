@@ -33,6 +33,7 @@ from kforge_optim.groups import (
 )
 from kforge_optim.offload import Offload, Work, on_host
 from kforge_optim.rounding import noise_key
+from kforge_optim.scalars import on_device
 from kforge_optim.schedules import (
     Schedule,
     build_momentum_schedule,
@@ -162,7 +163,7 @@ class Optimizer:
                 if slot.parameter.grad is not None:
                     by_device.setdefault(slot.parameter.device, []).append(slot)
             for device, slots in by_device.items():
-                here = [None if scalar is None else scalar.to(device, non_blocking=True) for scalar in (scale, gate)]
+                here = [None if scalar is None else on_device(scalar, device) for scalar in (scale, gate)]
                 yield group, slots, here[0], here[1]
 
     def _update(

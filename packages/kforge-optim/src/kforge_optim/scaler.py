@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kforge_optim.scalars import on_device
+
 SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
 """The scale moves between these two."""
 
@@ -54,7 +56,7 @@ class LossScaler:
         """Move the scale. ``gate``: one element on the device, above 0 where the step was accepted, else 0 or NaN."""
         if not self.enabled:
             return
-        good = gate.detach().reshape(()).to(self.scale.device, non_blocking=True) > 0
+        good = on_device(gate.detach().reshape(()), self.scale.device) > 0
         steps = torch.where(good, self._good_steps + 1, 0)
         grows = steps >= self.growth_interval
         factor = torch.where(good, torch.where(grows, 2.0, 1.0), 0.5)
