@@ -7,6 +7,8 @@ from jobs import job, train, values
 from kforge_ckpt import Checkpointer
 from kforge_parallel.fsdp import full
 from kforge_testing import RankFailure, run_ranks
+from kforge_train import ConfigError
+from kforge_train.build import check
 
 FRESH = {"train__seed": 5, "train__steps": 2}
 
@@ -119,8 +121,16 @@ def test_parts_excluded_and_a_feed_forward_half_for_each_expert(tokens, tmp_path
             assert weight.equal(dense[name]), name
 
 
-def test_a_folder_without_checkpoints_is_told(tokens, tmp_path):
+def test_what_is_not_there_to_start_from_is_told_before_processes_meet(tokens, tmp_path, source):
+    def of(place, **more):
+        return job(tokens, tmp_path / "run", ckpt__init_from=str(place), **more)
+
     (tmp_path / "empty").mkdir()
-    config = job(tokens, tmp_path / "run", ckpt__init_from=str(tmp_path / "empty"))
-    with pytest.raises(RankFailure, match=r"ConfigError: ckpt\.init_from = .*empty holds no committed checkpoint"):
-        run_ranks(restored, 1, config, init=False)
+    for place in ("empty", "nowhere"):
+        with pytest.raises(ConfigError, match=rf"ckpt\.init_from = .*{place} holds no committed checkpoint"):
+            check(of(tmp_path / place), 2)
+    with pytest.raises(ConfigError, match=r"ckpt\.init_step = 77: .* holds no checkpoint of it; there are \d"):
+        check(of(source, ckpt__init_step=77), 2)
+    check(of(source), 2)
+    assert run_ranks(train, 1, of(source, train__steps=2), init=False) == [0]
+    check(of(tmp_path / "nowhere"), 2)  # a run with checkpoints of its own goes on from them

@@ -71,6 +71,19 @@ def test_values_of_a_steady_run() -> None:
     assert sink.events[0].time == 1010.0 and tracker.last == sink.events[-1] and tracker.done_steps == 25
 
 
+def test_a_line_at_the_end_alone_takes_room_for_the_steps_of_the_run() -> None:
+    tracker, sink, clock = make(every_steps=10**12, total_steps=7)
+    run(tracker, clock, 1, 3)
+    state = json.loads(json.dumps(tracker.state_dict()))
+    run(tracker, clock, 4, 7)
+    resumed, after, clock = make(every_steps=10**12, total_steps=7)
+    resumed.load_state_dict(state)
+    run(resumed, clock, 4, 7)
+    for events in (sink, after):
+        assert [event.step for event in events.events] == [7]
+        assert events.column("steps") == [7] and events.column("tokens_total") == [7000]
+
+
 def test_unknown_parts_are_none() -> None:
     tracker, sink, clock = make(flops_per_token=1e9)
     for step in range(1, 11):

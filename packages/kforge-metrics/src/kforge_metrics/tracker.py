@@ -147,7 +147,8 @@ class Tracker:
         self._tokens_total, self._skipped_total = 0, 0
         self._memory = PeakMemory(self.device)
         self._broken: set[int] = set()
-        self._buffer = torch.zeros(every_steps, 6, dtype=torch.float64, device=self.device)
+        room = every_steps if total_steps is None else max(1, min(every_steps, total_steps))
+        self._buffer = torch.zeros(room, 6, dtype=torch.float64, device=self.device)
         self._host = torch.empty_like(self._buffer, device="cpu", pin_memory=True) if cuda else None
         self._due: _Due | None = None
         self._lr: float | None = None
@@ -182,7 +183,7 @@ class Tracker:
         copied, and may be overwritten afterwards, but for those of more.
         """
         self._send_due()
-        if self._interval.rows == self.every_steps:
+        if self._interval.rows == len(self._buffer):
             self._close_interval()  # steps that were not numbered one by one
         row = self._interval.rows
         scored = tokens if scored_tokens is None else scored_tokens
@@ -280,7 +281,7 @@ class Tracker:
         self._skipped_total = int(state["skipped_total"])
         self.start_at(int(state["step"]))
         rows: list[list[float]] = state.get("unfinished", [])
-        if len(rows) >= self.every_steps:
+        if len(rows) >= len(self._buffer):
             return  # more than a line holds since every_steps was made smaller: they are in the totals
         self._tokens_total -= _tokens(rows)
         self._skipped_total -= _skipped(rows)

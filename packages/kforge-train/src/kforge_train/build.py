@@ -179,8 +179,13 @@ def check(config: JobConfig, world_size: int) -> None:
             raise ConfigError(f"the run cannot be kept in {path}: no permission to write there")
     with config_errors():
         held = Checkpointer(checkpoints, remote=config.ckpt.remote)
-        taken = not config.ckpt.resume and held.latest() is not None
-    if taken:
+        start_is_here = bool(config.ckpt.init_from) and "://" not in config.ckpt.init_from
+        begun = (start_is_here or not config.ckpt.resume) and held.latest() is not None
+        if start_is_here and not begun:
+            from kforge_train.starting import find_start  # which reads this module
+
+            find_start(config.ckpt)
+    if begun and not config.ckpt.resume:
         places = " or ".join(str(place) for place in (held.dir, held.remote) if place is not None)
         raise ConfigError(
             f"ckpt.resume = false, but {places} holds checkpoints already; choose another --train.run_dir, "

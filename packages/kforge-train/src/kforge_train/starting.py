@@ -24,23 +24,35 @@ def start_from(config: CkptConfig, model: nn.Module, optimizer: Optimizer, shape
     fit = Fit(config.init_exclude, tuple(config.init_rename.items()), partial=config.init_partial, cast=True)
     weights = Weights(model, optimizer)
     step = None
-    if is_folder(config.init_from):
-        if config.init_step is not None:
-            raise ConfigError(
-                f"ckpt.init_step = {config.init_step}, but {config.init_from} is a folder of Hugging Face; drop it"
-            )
+    source = find_start(config)
+    if source is None:
         folder = HfFolder(Path(config.init_from), like=shape)
         for line in load_tensors({"model": weights}, {"model": folder}, fit):
             _log.info("%s", line)
         _log.info("weights from %s", config.init_from)
     else:
-        source = source_of(config.init_from)
         step = source.restore({"model": weights}, config.init_step, fit=fit)
-        if step is None:
-            raise ConfigError(f"ckpt.init_from = {config.init_from}: {source.dir} holds no committed checkpoint")
         _log.info("weights from step %d of %s", step, source.dir)
     weights.hand_over()
     return step
+
+
+def find_start(config: CkptConfig) -> Checkpointer | None:
+    """The checkpoints that `ckpt.init_from` names; None: it is a folder of Hugging Face. Raises ConfigError where there
+    is no checkpoint, or none of `ckpt.init_step`."""
+    place, step = config.init_from, config.init_step
+    if is_folder(place):
+        if step is not None:
+            raise ConfigError(f"ckpt.init_step = {step}, but {place} is a folder of Hugging Face; drop it")
+        return None
+    source = source_of(place)
+    steps = source.steps()
+    if not steps:
+        raise ConfigError(f"ckpt.init_from = {place}: {source.dir} holds no committed checkpoint")
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise ConfigError(f"ckpt.init_step = {step}: {source.dir} holds no checkpoint of it; there are {there}")
+    return source
 
 
 def source_of(place: str) -> Checkpointer:
