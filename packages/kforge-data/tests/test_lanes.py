@@ -137,6 +137,16 @@ def test_rows_are_those_of_the_documents_laid_end_to_end(tokenizer: Tokenizer) -
         assert starts == [end - begin for end in ends if begin < end < begin + ROW]
 
 
+def test_c09_a_marker_in_a_stream_stays_text(tokenizer: Tokenizer) -> None:
+    texts = ["a <|endoftext|> b", "c"]
+    source = StreamedDocuments(CountedTexts([texts]), tokenizer, lanes=1)
+    assert documents_of(lane_tokens(source, 0, 6), tokenizer)[:4] == texts * 2
+    word = Tokenizer(tokenizer._definition, end_of_text="the")  # which merges make of text
+    source = StreamedDocuments(CountedTexts([["x", "the end"]]), word, lanes=1)
+    with pytest.raises(ValueError, match=r"makes 'the', which ends documents, of the text of one"):
+        lane_tokens(source, 0, 1)
+
+
 def test_a_row_ends_early_rather_than_hold_more_documents_than_boundaries_have_room_for(tokenizer: Tokenizer) -> None:
     source = StreamedDocuments(CountedTexts([["x"] * 100]), tokenizer, lanes=1)
     assert source.max_documents(64) == 9
