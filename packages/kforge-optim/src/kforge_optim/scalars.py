@@ -1,4 +1,4 @@
-"""Scalars that were made on one device and are needed on another: scales and gates, beside weights that are offloaded."""
+"""Scalars of one device that are needed on another: scales and gates, beside weights that are offloaded."""
 
 from __future__ import annotations
 
