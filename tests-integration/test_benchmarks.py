@@ -149,13 +149,20 @@ def test_the_benchmark_of_data_runs(tmp_path):
     assert rows["best-fit rows"]["target"] == 100e6 and rows["cut rows / loop over tokens"]["value"] > 1
 
 
+@pytest.mark.timeout(300)  # seven runs, each a process
 def test_the_comparison_of_losses_runs_on_a_cpu(tokens, tmp_path):
-    words = ["--smoke", "--jobs", "2", "--tokens", str(tokens / "train"), "--out", str(tmp_path)]
+    words = ["--smoke", "--jobs", "2", "--tokens", str(tokens), "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, str(BENCHMARKS / "loss.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = check_form(tmp_path / "loss-smoke.json", "loss-smoke")
     assert rows["split"]["value"] == pytest.approx(rows["fp32, seed 1"]["value"], abs=1e-3)
     assert 0 < rows["fp8 from fp32"]["value"] != rows["fp8, planted fault from fp32"]["value"]
+    for way in ("documents apart", "rows as one text"):
+        base, split, packed = (rows[name]["parts"][way] for name in ("fp32, seed 1", "split", "packed"))
+        assert split == pytest.approx(base, abs=1e-3) and 3 < packed != base
+    seeds = [rows[f"fp32, seed {seed}"]["parts"]["documents apart"] for seed in (1, 2, 3)]
+    far = abs(rows["packed"]["parts"]["documents apart"] - seeds[0]) / (max(seeds) - min(seeds))
+    assert rows["packed from fp32, held-out"]["value"] == pytest.approx(far)
     assert (tmp_path / "loss-smoke.png").read_bytes().startswith(b"\x89PNG")
 
 
