@@ -110,8 +110,8 @@ def test_access_denied_is_told_at_once_and_ends_no_run(
     assert restored(ckpt) == 1
 
 
-def test_a_damaged_one_here_is_taken_from_there(s3: Any, tmp_path: Path) -> None:
-    url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
+def test_a_damaged_one_here_is_taken_from_there(tmp_path: Path) -> None:
+    url, folder = f"memory://{tmp_path}", tmp_path / "run"
     save(folder, url, 1, 2)
     file = folder / "step_00000002" / "tensors-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -119,9 +119,9 @@ def test_a_damaged_one_here_is_taken_from_there(s3: Any, tmp_path: Path) -> None
     file.write_bytes(file.read_bytes() + b"\x00")
 
 
-def test_a_flipped_bit_here_is_not_copied(s3: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
-    save(folder, "memory://elsewhere-" + s3.bucket, 1)
+def test_a_flipped_bit_here_is_not_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url, folder = f"memory://{tmp_path}", tmp_path / "run"
+    save(folder, f"memory://{tmp_path}/elsewhere", 1)
     file = folder / "step_00000001" / "tensors-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -186,9 +186,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         CkptConfig(dir="s3://a", writer="process")
 
 
-def test_a_bare_node_forgets_no_score_of_the_copies(s3: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bare_node_forgets_no_score_of_the_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nor does one whose scores are damaged: the best copy stays, and good scores are not replaced by bad ones."""
-    url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
+    url, folder = f"memory://{tmp_path}", tmp_path / "run"
 
     def save(step: int, loss: float) -> list[int]:
         ckpt = Checkpointer(folder, remote=url, keep_last=1, keep_best=1)
@@ -208,8 +208,8 @@ def test_a_bare_node_forgets_no_score_of_the_copies(s3: Any, tmp_path: Path, cap
     assert save(6, 6.0)[0] == 1
 
 
-def test_damaged_scores_of_a_folder_keep_all_copies(s3: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url, folder = f"s3://{s3.bucket}/run", tmp_path / "run"
+def test_damaged_scores_of_a_folder_keep_all_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url, folder = f"memory://{tmp_path}", tmp_path / "run"
     save(folder, url, 1, 2, keep_last=2)
     (folder / "scores.json").write_text("{")
     mirror = Mirror(folder, place(url), Retention(last=1, best=1), lambda *_, **__: None, Damage(folder))
