@@ -139,8 +139,7 @@ def packed_lengths(rank, world, options):
     with torch.compiler.set_stance("fail_on_recompile"):
         for first in range(128, 1024, 64):
             both(4, 1024, first)
-            if "n_experts" not in options.get("model", {}):  # blocks with experts keep constants for sizes of rows
-                both(2 + first // 64 % 2, 1024 + first // 64 * 128, first)
+            both(2 + first // 64 % 2, 1024 + first // 64 * 128, first)
             both(3, 1024, first, False)
     return warm, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
