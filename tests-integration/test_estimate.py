@@ -232,13 +232,13 @@ def measured():
 
 
 @pytest.mark.parametrize(
-    "name", ["350m", "1b", "8b-fp32", "8b-shape-24-layers", "moe", "8b", "8b-32k", "1b-fp8", "8b-fp8"]
+    "name", ["350m", "1b", "8b-fp32", "8b-shape-24-layers", "moe", "8b", "8b-packed", "8b-32k", "1b-fp8", "8b-fp8"]
 )
 def test_peaks_on_one_gpu_are_foreseen(name):
     peak, run = measured()[name]
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     model = ModelConfig(**{key: value for key, value in run["model"].items() if key in fields})
-    keys = ("recompute", "reshard_after_forward", "compile", "storage", "fp8")
+    keys = ("recompute", "recompute_blocks", "reshard_after_forward", "compile", "storage", "fp8")
     keep = {"recompute_keep": tuple(run["recompute_keep"])} if run.get("recompute_keep") else {}
     layout = ParallelConfig(**{key: run[key] for key in keys if key in run}, **keep)
     micro = run["global_rows"] // run["microbatch_rows"]
