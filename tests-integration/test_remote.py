@@ -2,35 +2,21 @@
 
 import os
 import shutil
-import urllib.request
 
 import pytest
 from jobs import job, train, train_and_die, values
 
 from kforge_ckpt import Checkpointer
 from kforge_testing import RankFailure, run_ranks
+from kforge_testing.s3 import served
 
 
 @pytest.fixture(scope="module")
 def bucket():
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    address = f"http://{host}:{port}"
-    monkeypatch = pytest.MonkeyPatch()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "AKIAINTEGRATION",
-        "AWS_SECRET_ACCESS_KEY": "witness-of-a-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": address,
-    }.items():
-        monkeypatch.setenv(name, value)
-    urllib.request.urlopen(urllib.request.Request(f"{address}/integration", method="PUT")).close()
-    yield "s3://integration"
-    monkeypatch.undo()
-    server.stop()
+    with served() as server, pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield f"s3://{server.new_bucket()}"
 
 
 def environment():

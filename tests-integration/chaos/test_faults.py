@@ -3,7 +3,6 @@
 In every row the job that is started again ends with the losses of one that nothing happened to, bit for bit.
 """
 
-import ctypes
 import errno
 import itertools
 import os
@@ -19,7 +18,8 @@ from jobs import job, train, values
 
 from kforge_ckpt import Checkpointer, CheckpointError, commit, files
 from kforge_testing import RankFailure, run_ranks
-from kforge_testing.s3 import S3
+from kforge_testing.permissions import obey_permissions
+from kforge_testing.s3 import served
 
 # A constant rate: the losses do not depend on how long the job was meant to be.
 COMMON = {"ckpt__every_steps": 2, "optim__schedule": "constant", "train__eval_rows": 0}
@@ -120,17 +120,6 @@ def test_sigterm_during_a_save(tokens, tmp_path, losses, world, victim, writer, 
 
 
 # --------------------------------------------------------------------------------------------- nothing can be written
-
-
-def obey_permissions():
-    """Let the bits of folders count for this process if it is root's: without CAP_DAC_OVERRIDE and
-    CAP_DAC_READ_SEARCH."""
-    if os.geteuid() == 0:
-        libc = ctypes.CDLL(None, use_errno=True)
-        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-        assert libc.capget(header, sets) == 0
-        sets[0] &= ~0b110  # of those in effect
-        assert libc.capset(header, sets) == 0
 
 
 def refused(rank, world, config, read_only_at=None):
@@ -345,9 +334,8 @@ def test_two_runs_in_one_folder(tokens, tmp_path, losses):
 
 @pytest.fixture(scope="module")
 def s3():
-    server = S3()
-    yield server
-    server.close()
+    with served() as server:
+        yield server
 
 
 def train_without_pauses(rank, world, config, timeout):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from kforge_ckpt import retrying
 from kforge_testing import preload
-from kforge_testing.s3 import S3
+from kforge_testing.s3 import S3, served
 
 sys.path.insert(0, str(Path(__file__).parent))  # stateful.py, under importlib import mode
 preload("kforge_ckpt.checkpointer", "s3fs")
@@ -19,10 +18,8 @@ preload("kforge_ckpt.checkpointer", "s3fs")
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = S3()
-    yield server
-    server.close()
+    with served() as server:
+        yield server
 
 
 @pytest.fixture

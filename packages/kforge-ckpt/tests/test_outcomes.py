@@ -3,7 +3,6 @@ deletes beside the caller."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from stateful import Box
 from kforge_ckpt import Checkpointer, CheckpointError, commit
 from kforge_ckpt.cli import main
 from kforge_testing import RankFailure, run_ranks
+from kforge_testing.permissions import obey_permissions
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -96,17 +96,6 @@ def test_one_that_exits_for_it_does_not_end_before_its_save_does(tmp_path: Path)
 
 
 # Folders that cannot be written to.
-
-
-def obey_permissions() -> None:
-    """Let the bits of folders count for this process if it is root's: without CAP_DAC_OVERRIDE and
-    CAP_DAC_READ_SEARCH."""
-    if os.geteuid() == 0:
-        libc = ctypes.CDLL(None, use_errno=True)
-        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-        assert libc.capget(header, sets) == 0
-        sets[0] &= ~0b110  # of those in effect
-        assert libc.capset(header, sets) == 0
 
 
 def in_a_read_only_folder(rank: int, world: int, folder: str, options: dict[str, Any]) -> tuple[str, int]:

@@ -7,7 +7,6 @@ import gzip
 import io
 import itertools
 import json
-import logging
 import random
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import zstandard
 
 from kforge_data import Tokenizer, cached_tokens, read_documents, tokenize_files
 from kforge_data.cli import main
-from kforge_testing.s3 import S3
+from kforge_testing.s3 import S3, served
 
 TEXTS = [f"document {i} {random.Random(i).randbytes(i % 97).hex()}" for i in range(2000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -52,10 +51,8 @@ def packed(name: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[S3]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = S3()
-    yield server
-    server.close()
+    with served() as server:
+        yield server
 
 
 @pytest.fixture

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 Wsgi = Callable[[dict[str, Any], Any], Iterable[bytes]]
@@ -123,3 +125,14 @@ class S3:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+@contextmanager
+def served() -> Iterator[S3]:
+    """One for a fixture: it says nothing of its own, and is closed at the end."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = S3()
+    try:
+        yield server
+    finally:
+        server.close()
