@@ -109,7 +109,7 @@ def test_the_longest_document_is_a_number_from_its_second_value_on(graphs):
 def test_the_planted_fault_is_found(graphs, monkeypatch):
     """Under constants alone every length is compiled."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, backend, dynamic: compile_(f, backend=backend, dynamic=False))
+    monkeypatch.setattr(torch, "compile", lambda f, backend: compile_(f, backend=backend, dynamic=False))
     models = pair()
     for tokens in (16, 24):
         both(*models, 4, tokens, 16)

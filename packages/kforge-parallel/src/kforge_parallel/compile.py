@@ -35,7 +35,7 @@ def compile_blocks(blocks: list[nn.Module], backend: str = "inductor", *, consta
     if blocks:
         allow_graphs(GRAPHS)
     for block in blocks:
-        compiled = torch.compile(block.forward, backend=backend, dynamic=None)
+        compiled = torch.compile(block.forward, backend=backend)
         block.forward = partial(_with_constants, compiled) if constants else compiled
 
 
