@@ -63,13 +63,15 @@ def environment(gpu: str | None = None) -> dict[str, Any]:
 
 
 def merged(new: list[dict[str, Any]], path: Path, environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier call that this one did not measure, if it was the same machine and torch, and the new ones."""
+    """Rows of an earlier call that this one did not measure, if it was the same machine and torch, and the new ones.
+    A kept row has its "date"; that of the environment is the date of the new ones."""
     if not path.exists():
         return new
     old = json.loads(path.read_text())
     same = all(old["environment"][key] == environment[key] for key in ("torch", "gpu"))
     names = {line["row"] for line in new}
-    return [line for line in old["rows"] if same and line["row"] not in names] + new
+    kept = [line for line in old["rows"] if same and line["row"] not in names]
+    return [{**line, "date": line.get("date", old["environment"]["date"])} for line in kept] + new
 
 
 def write(

@@ -163,7 +163,26 @@ def test_the_comparison_of_losses_runs_on_a_cpu(tokens, tmp_path):
     seeds = [rows[f"fp32, seed {seed}"]["parts"]["documents apart"] for seed in (1, 2, 3)]
     far = abs(rows["packed"]["parts"]["documents apart"] - seeds[0]) / (max(seeds) - min(seeds))
     assert rows["packed from fp32, held-out"]["value"] == pytest.approx(far)
+    means = [rows[name]["value"] for name in ("fp32, seed 1", "fp32, seed 2", "fp32, seed 3")]
+    far = abs(rows["packed"]["value"] - means[0]) / (max(means) - min(means))
+    assert rows["packed from fp32"]["value"] == pytest.approx(far) and rows["packed from fp32"]["target"] == 1
     assert (tmp_path / "loss-smoke.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_an_earlier_call_keep_their_date(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _results
+
+    def write(name, day, gpu="H200"):
+        environment = {"torch": "2.11", "gpu": gpu, "date": day}
+        path = _results.write("b", [_results.row(name, 1.0, "s")], environment, tmp_path, keep=True, quiet=True)
+        return {row["row"]: row.get("date") for row in json.loads(path.read_text())["rows"]}
+
+    assert write("one", "Monday") == {"one": None}
+    assert write("two", "Tuesday") == {"one": "Monday", "two": None}
+    assert write("three", "Friday") == {"one": "Monday", "two": "Tuesday", "three": None}
+    assert write("two", "Sunday") == {"one": "Monday", "three": "Friday", "two": None}
+    assert write("two", "Sunday", gpu="another") == {"two": None}
 
 
 def test_layouts_are_timed_beside_a_plain_script(tmp_path):

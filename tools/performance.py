@@ -75,7 +75,9 @@ def with_spread(row: dict[str, Any]) -> str:
 def section() -> str:
     """The text between the two comments."""
     environment, rows = read("h200")
-    machine = f"One {environment['gpu']}, torch {environment['torch']}, {environment['date']}."
+    dates = sorted({environment["date"], *(row["date"] for row in rows.values() if "date" in row)})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    machine = f"One {environment['gpu']}, torch {environment['torch']}, {when}."
     lines = [
         f"{machine} Sequences of 4,096 tokens and 32,768 tokens a step unless said; compute in bf16; AdamW; loading of",
         "data included; blocks compiled one by one. Value (spread). Floor: the sum of the parts of a step, each timed",
