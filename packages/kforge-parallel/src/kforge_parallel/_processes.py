@@ -106,7 +106,10 @@ def _work(pipe: Connection, rank: int, world: int, payload: bytes, folder: str) 
         import torch
         import torch.distributed as dist
 
+        from kforge_parallel._torch import keep_gloo_in_order
+
         torch.set_num_threads(1)
+        keep_gloo_in_order()
         dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=world)
         fn, args = pickle.loads(payload)
         answer = (True, fn(rank, world, *args))

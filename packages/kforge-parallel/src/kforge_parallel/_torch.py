@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,34 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def set_group_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
     """Stands in for ``new_group(timeout=...)``: meshes take none for their groups, and groups get no other later."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def keep_gloo_in_order() -> None:
+    """Give each gloo group made from now on one thread for its collectives; torch gives two for each interface.
+
+    Two threads write the name of the collective that has ended last into one string, and no lock keeps them apart. Of
+    names that differ in length (DTensor's all-gathers have the long one), one thread may write into what the other has
+    just freed: on a busy host a process dies of a corrupted heap, about once in a million collectives. Stands in for
+    ``init_process_group(pg_options=...)``, of which gloo takes no notice. Safe to call twice.
+    """
+    group: Any = dist.ProcessGroupGloo
+    init = group.__init__
+    if getattr(init, "in_order", False):
+        return
+
+    def __init__(self: Any, store: Any, rank: int, size: int, timeout: Any = dist.default_pg_timeout) -> None:
+        options = timeout
+        if isinstance(timeout, timedelta):
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options = group._Options()
+            options._timeout, options._threads = timeout, 1
+            options._devices = [group.create_device(interface=name) for name in interfaces] or [
+                group.create_default_device()
+            ]
+        init(self, store, rank, size, options)
+
+    __init__.in_order = True  # type: ignore[attr-defined]
+    group.__init__ = __init__
 
 
 def times_written(tensor: torch.Tensor) -> int:

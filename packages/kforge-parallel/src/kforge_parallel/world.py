@@ -235,6 +235,7 @@ def launch(config: ParallelConfig | None = None, env: Mapping[str, str] | None =
     import torch
     import torch.distributed as dist
 
+    from kforge_parallel._torch import keep_gloo_in_order
     from kforge_parallel.layout import check_layout
     from kforge_parallel.mesh import build_mesh
     from kforge_parallel.network import record_flights, set_interfaces
@@ -250,6 +251,7 @@ def launch(config: ParallelConfig | None = None, env: Mapping[str, str] | None =
         record_flights()
     atexit.unregister(_let_threads_end)
     atexit.register(_let_threads_end)
+    keep_gloo_in_order()
     if not dist.is_initialized():
         set_interfaces(world)
         _join(config, world, device, _job(env), str(axes))

@@ -165,6 +165,7 @@ def _work(
 
         torch.set_num_threads(threads)
         if init:
+            _keep_gloo_in_order()
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         fn = _load(module, filename, qualname)
         answer = (True, fn(rank, world, *args))
@@ -179,6 +180,22 @@ def _work(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads abort now and then at a normal exit
+
+
+def _keep_gloo_in_order() -> None:
+    """One thread for the collectives of each gloo group: torch's two write one string without a lock, and a rank in
+    some ten thousand dies of a corrupted heap. `kforge_parallel.launch` does the same for jobs."""
+    import torch.distributed as dist
+
+    group: Any = dist.ProcessGroupGloo
+    init = group.__init__
+
+    def __init__(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        options = group._Options()
+        options._timeout, options._threads, options._devices = timeout, 1, [group.create_default_device()]
+        init(self, store, rank, size, options)
+
+    group.__init__ = __init__
 
 
 def _load(module_name: str, filename: str, qualname: str) -> Callable[..., Any]:
