@@ -222,8 +222,8 @@ def tests(session: nox.Session, package: str) -> None:
     undeclared = [name.replace("-", "_") for name in PACKAGES if name not in (package, *declared)]
     code = f"import importlib.util as u; exit([n for n in {undeclared} if u.find_spec(n)] or 0)"
     session.run("python", "-c", code, silent=True)
-    starting = ("kforge-parallel", "kforge-ckpt")  # most of their tests start processes, or wait for a store
-    beside = SIDE_BY_SIDE if package in starting else ()
+    quick = ("kforge-metrics", "kforge-resilience", "kforge-train")  # to start two workers takes what they would save
+    beside = () if package in quick else SIDE_BY_SIDE
     pytest(session, ROOT / "packages" / package / "tests", "-m", "not gpu", *beside)
 
 
