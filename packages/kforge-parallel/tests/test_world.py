@@ -391,6 +391,29 @@ def test_one_thread_does_the_collectives_of_a_gloo_group(interfaces):
     assert said == [(True, 1, 3)] * 2
 
 
+def collectives_of_two_names_at_once(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    kp.launch(kp.ParallelConfig(init_timeout_s=30))
+    group, right = dist.group.WORLD, 0
+    for i in range(10_000):
+        whole, total = torch.zeros(2), torch.full((2,), float(i))
+        works = []
+        for _ in range(4):
+            works.append(group.allgather_into_tensor_coalesced([whole], [torch.full((2,), float(i))]))
+            works.append(dist.all_reduce(total, async_op=True))
+        for work in works:
+            work.wait()
+        right += whole.tolist() == total.tolist() == [i, i]
+    return right
+
+
+def test_collectives_with_names_of_any_length_leave_the_heap_whole():
+    """On two threads every other process dies of this."""
+    assert run_ranks(collectives_of_two_names_at_once, 1, init=False) == [10_000]
+
+
 def test_processes_that_never_come_are_named_to_all_who_did():
     for said in run_ranks(incomplete, 2, init=False):
         assert "2 never came within 1 s (parallel.init_timeout_s): rank 2, 3" in said

@@ -183,8 +183,8 @@ def _work(
 
 
 def _keep_gloo_in_order() -> None:
-    """One thread for the collectives of each gloo group: torch's two write one string without a lock, and a rank in
-    some ten thousand dies of a corrupted heap. `kforge_parallel.launch` does the same for jobs."""
+    """One thread for the collectives of each gloo group: torch's two write one string without a lock, and now and
+    then a rank dies of a corrupted heap. `kforge_parallel.launch` does the same for jobs."""
     import torch.distributed as dist
 
     group: Any = dist.ProcessGroupGloo
