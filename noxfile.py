@@ -222,7 +222,7 @@ def tests(session: nox.Session, package: str) -> None:
     undeclared = [name.replace("-", "_") for name in PACKAGES if name not in (package, *declared)]
     code = f"import importlib.util as u; exit([n for n in {undeclared} if u.find_spec(n)] or 0)"
     session.run("python", "-c", code, silent=True)
-    quick = ("kforge-metrics", "kforge-resilience", "kforge-train")  # to start two workers takes what they would save
+    quick = ("kforge-metrics", "kforge-resilience", "kforge-train")  # done in under a minute as they are
     beside = () if package in quick else SIDE_BY_SIDE
     pytest(session, ROOT / "packages" / package / "tests", "-m", "not gpu", *beside)
 
